@@ -1,0 +1,133 @@
+"""A checkpoint directory to parameters, in memory or on devices.
+
+Everything that headers and configuration can tell is checked before any tensor is read; a load is whole or not at all.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int32
+
+from dsv4jax.checkpoint.placement import Index, check_memory, leaf_shardings, place_leaves
+from dsv4jax.checkpoint.safetensors import SafetensorsReader
+from dsv4jax.checkpoint.values import convert_exactly, find_nan
+from dsv4jax.config import ModelConfig
+from dsv4jax.engram_hash import DEAD
+from dsv4jax.params import Params, abstract_params, checkpoint_inventory, named_leaves, tensor_names
+from dsv4jax.tokenizer import Tokenizer, check_engram_token_map, engram_token_map
+from dsv4jax.weights import ArraySpec
+from sharding import ShardingRules
+
+
+def load_params(
+    path: str | Path,
+    cfg: ModelConfig,
+    mesh: Mesh | None = None,
+    *,
+    rules: ShardingRules | None = None,
+    tables_on_device: bool = True,
+    progress: bool = True,
+) -> Params:
+    """The parameters of a checkpoint directory on the default device, or sharded by `rules` over `mesh`.
+
+    Each device's part is read from the mapped files alone. Host memory beyond the parameters is that of
+    `placement.LEAVES_IN_FLIGHT` leaves. With `tables_on_device=False` the Engram tables are checked but not loaded:
+    see `HostEngramTables`.
+
+    Raises:
+      FileNotFoundError: no checkpoint there.
+      ValueError: damaged files (see `SafetensorsReader`), tensors that do not fit `cfg`, a NaN code in a quantised
+        tensor, an F32 tensor without exact BF16 form where BF16 is declared, a tokenizer that does not belong to the
+        checkpoint, a dimension that does not divide over its mesh axis, or too little memory.
+    """
+    leaves = CheckpointLeaves(path, cfg, tables_on_device)
+    shardings = leaf_shardings(leaves.abstract, mesh, rules)
+    check_memory(leaves.abstract, shardings)
+    return place_leaves(
+        leaves.abstract, shardings, leaves.read, done=leaves.release, progress=progress, description="loading"
+    )
+
+
+def stream_params(
+    path: str | Path, cfg: ModelConfig, *, tables_on_device: bool = True
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, host array) of every leaf of `abstract_params`, one at a time.
+
+    An expert stack is a new array; a leaf that is one tensor is a read-only view of the mapped file and takes no memory
+    of its own. Memory stays at one leaf if the caller keeps none.
+
+    Raises: as `load_params`; what the headers tell at once, what the values tell when the leaf's turn comes.
+    """
+    leaves = CheckpointLeaves(path, cfg, tables_on_device)
+
+    def stream() -> Iterator[tuple[str, np.ndarray]]:
+        for name in leaves.specs:
+            yield name, leaves.read(name, (slice(None),) * len(leaves.specs[name].shape))
+            leaves.release(name)
+
+    return stream()
+
+
+class CheckpointLeaves:
+    """The leaves of `abstract_params` behind the tensors of a checkpoint that was found to fit its configuration.
+
+    Attributes:
+      abstract: the parameters with specs in place of arrays.
+      specs: name to spec, in the order of `abstract`.
+    """
+
+    def __init__(self, path: str | Path, cfg: ModelConfig, tables_on_device: bool = True):
+        """Opens and checks; raises as `load_params`."""
+        self._reader = SafetensorsReader(path)
+        self._reader.check(checkpoint_inventory(cfg))
+        self._token_map = compressed_ids(Tokenizer.from_checkpoint(path), cfg)
+        self.abstract = abstract_params(cfg, tables_on_device)
+        self.specs: dict[str, ArraySpec] = dict(named_leaves(self.abstract))
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """The part `index` of a leaf; a view of the mapped file where nothing has to be assembled or converted.
+
+        Raises:
+          ValueError: a NaN code, or a value without exact form in the declared type.
+        """
+        spec = self.specs[name]
+        if spec.derived:
+            return self._token_map[index]
+        if "*" not in name:
+            return self._part(name, spec, index)
+        first, stop, _ = index[0].indices(spec.shape[0])
+        shape = [len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True)]
+        stack = np.empty(shape, spec.dtype)
+        names = tensor_names(name, spec)
+        for expert in range(first, stop):
+            stack[expert - first] = self._part(names[expert], spec, index[1:])
+        return stack
+
+    def release(self, name: str) -> None:
+        """Takes the pages that were read for a leaf out of this process's memory."""
+        spec = self.specs[name]
+        for tensor in () if spec.derived else tensor_names(name, spec):
+            self._reader.release(tensor)
+
+    def _part(self, tensor: str, spec: ArraySpec, index: Index) -> np.ndarray:
+        first = tuple(s.start or 0 for s in index)
+        values = self._reader.view(tensor)[index]
+        if (found := find_nan(spec.stored, values)) is not None:
+            place = [i + j for i, j in zip(found, first, strict=True)]
+            raise ValueError(f"tensor {tensor!r}: {spec.stored} code of NaN at {place}")
+        return convert_exactly(tensor, values, spec.dtype, first)
+
+
+def compressed_ids(tokenizer: Tokenizer, cfg: ModelConfig) -> Int32[np.ndarray, " vocab"]:
+    """`engram_token_map` for every id of the model: ids that the tokenizer does not have are DEAD.
+
+    Raises:
+      ValueError: the tokenizer does not belong to the configuration.
+    """
+    token_map = engram_token_map(tokenizer)
+    check_engram_token_map(token_map, cfg.engram_compressed_vocab_size)
+    if len(token_map) > cfg.vocab_size:
+        raise ValueError(f"the tokenizer has {len(token_map)} ids but vocab_size is {cfg.vocab_size}")
+    return np.concatenate([token_map, np.full(cfg.vocab_size - len(token_map), DEAD, np.int32)])

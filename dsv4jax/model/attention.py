@@ -1,0 +1,189 @@
+"""CSA2 attention: a sliding window plus selected compressed entries, one latent for all heads (section 3)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from dsv4jax.cache import COMPRESSED_ENTRY, INDEX_KEY, WINDOW_KEY, Cache, replace_at
+from dsv4jax.config import ModelConfig
+from dsv4jax.model.compressor import Compressor
+from dsv4jax.model.indexer import Indexer, Selection
+from dsv4jax.model.layout import TileWindow, TokenLayout, over_tiles
+from dsv4jax.model.norm import RMSNorm
+from dsv4jax.model.rope import Rotation, rotate, rotation
+from dsv4jax.numerics import Numerics
+from dsv4jax.weights import declare_array, declare_fp8, dequantize, linear
+
+
+class Attention(nnx.Module):
+    """One layer's attention; KV sources also own a compressor, index sources an indexer."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        self.cfg = cfg
+        self.layer = layer
+        self.ratio = cfg.ratio(layer)
+        heads, dim = cfg.num_attention_heads, cfg.head_dim
+        self.wq_a = declare_fp8(cfg, cfg.q_lora_rank, cfg.hidden_size, ("q_lora", "embed"))
+        self.q_norm = RMSNorm(cfg.q_lora_rank, cfg.rms_norm_eps)
+        self.wq_b = declare_fp8(cfg, heads * dim, cfg.q_lora_rank, ("heads", "q_lora"))
+        self.wkv = declare_fp8(cfg, dim, cfg.hidden_size, ("latent", "embed"))
+        self.kv_norm = RMSNorm(dim, cfg.rms_norm_eps)
+        self.attn_sink = declare_array((heads,), "F32", ("heads",))
+        self.wo_a = declare_fp8(cfg, cfg.o_groups * cfg.o_lora_rank, heads * dim // cfg.o_groups, ("o_lora", None))
+        self.wo_b = declare_fp8(cfg, cfg.hidden_size, cfg.o_groups * cfg.o_lora_rank, ("embed", "o_lora"))
+        if self.ratio:
+            self.source = cfg.kv_source_layer_ids.index(cfg.kv_source(layer))
+            if layer in cfg.kv_source_layer_ids:
+                self.compressor = Compressor(cfg, layer)
+            if layer in cfg.index_source_layer_ids:
+                self.indexer = Indexer(cfg, layer)
+
+    def query(
+        self, x: Float[Array, "tokens hidden"], by: Rotation, numerics: Numerics
+    ) -> tuple[Float[Array, "tokens q_lora"], Float[Array, "tokens heads dim"]]:
+        """The normalised low-rank query, which also feeds the indexer, and the rotated heads (3.1: no head norm)."""
+        q_latent = self.q_norm(linear(x, self.wq_a, numerics))
+        q = linear(q_latent, self.wq_b, numerics).reshape(-1, self.cfg.num_attention_heads, self.cfg.head_dim)
+        return q_latent, rotate(q, jax.tree.map(lambda a: a[:, None], by))
+
+    def window_key(
+        self, x: Float[Array, "tokens hidden"], by: Rotation, numerics: Numerics
+    ) -> Float[Array, "tokens dim"]:
+        """Key and value of each token, before quantisation (3.2)."""
+        return rotate(self.kv_norm(linear(x, self.wkv, numerics)), by)
+
+    def store_entries(
+        self, x: Float[Array, "tokens hidden"], layout: TokenLayout, cache: Cache, numerics: Numerics
+    ) -> Cache:
+        """A KV source's part that every token needs: compressed entries and index keys into the pages (3.4, 4.1)."""
+        latent, open_groups = self.compressor(x, layout, cache.open_groups, numerics)
+        closes = (layout.positions + 1) % self.ratio == 0
+        group = layout.positions // self.ratio
+        by = rotation(self.cfg, group * self.ratio, compressed=True)
+        entry = COMPRESSED_ENTRY.store(rotate(latent, by), numerics)
+        key = INDEX_KEY.store(self.indexer.key(latent, by, numerics), numerics)
+        requests = layout.requests
+        write = layout.valid & closes & (layout.positions >= layout.write_starts[requests])
+        pool = cache.entries[self.source]
+        pages, per_page = pool.shape[:2]
+        page = layout.page_table[requests, jnp.minimum(group // per_page, layout.page_table.shape[1] - 1)]
+        at = jnp.where(write, page, pages), group % per_page
+        return cache.replace(
+            open_groups=open_groups,
+            entries=replace_at(cache.entries, self.source, pool.at[at].set(entry, mode="drop")),
+            index_keys=replace_at(
+                cache.index_keys, self.source, cache.index_keys[self.source].at[at].set(key, mode="drop")
+            ),
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        layout: TokenLayout,
+        windows: TileWindow,
+        by: Rotation,
+        cache: Cache,
+        selection: Selection | None,
+        numerics: Numerics,
+    ) -> tuple[Float[Array, "tokens hidden"], Cache, Selection | None]:
+        """Attends and returns the output, the cache with this layer's window keys, and the selection in force."""
+        q_latent, q = self.query(x, by, numerics)
+        if self.ratio and self.layer in self.cfg.index_source_layer_ids:
+            # A KV source starts afresh: selections and candidates of other entries mean nothing here.
+            previous = None if self.layer in self.cfg.kv_source_layer_ids else selection
+            keys = cache.index_keys[self.source]
+            published = self.indexer.select(x, q_latent, by, keys, layout, previous, numerics)
+            kept = published.candidates if previous is None else previous.candidates
+            selection = published.replace(candidates=kept)
+
+        key = WINDOW_KEY.store(self.window_key(x, by, numerics), numerics)
+        ring = cache.windows[self.layer]
+        o = self.attend(q, key, ring, layout, windows, cache, selection, numerics)
+        slots = layout.write_slots(ring.shape[1])
+        ring = ring.at[slots, layout.positions % ring.shape[1]].set(key, mode="drop")
+        cache = cache.replace(windows=replace_at(cache.windows, self.layer, ring))
+        return self.project(o, by, numerics), cache, selection
+
+    def attend(
+        self,
+        q: Float[Array, "tokens heads dim"],
+        key: Array,
+        ring: Array,
+        layout: TokenLayout,
+        windows: TileWindow,
+        cache: Cache,
+        selection: Selection | None,
+        numerics: Numerics,
+    ) -> Float[Array, "tokens heads dim"]:
+        """Attention over window keys of this step or the ring, and over selected entries of the pages."""
+        selected = layout.tiles(selection.positions) if self.ratio else None
+
+        def one_tile(tile):
+            q, window, request, chosen = tile
+            step, kept = key[window.step_index], ring[window.slots, window.positions % ring.shape[1]]
+            near = WINDOW_KEY.load(jnp.where(window.in_step[:, None], step, kept), numerics)
+            far = seen = None
+            if chosen is not None:
+                pool = cache.entries[self.source]
+                page = layout.page_table[request][jnp.maximum(chosen, 0) // pool.shape[1]]
+                far = COMPRESSED_ENTRY.load(pool[page, chosen % pool.shape[1]], numerics)
+                seen = chosen >= 0
+            return attention(q, near, window.visible, far, seen, self.attn_sink[...])
+
+        keys = windows.positions.shape[1] + (selected.shape[-1] if self.ratio else 0)
+        size = layout.tile * keys * 4 * (self.cfg.num_attention_heads + self.cfg.head_dim)
+        tiles = (layout.tiles(q), windows, layout.tile_requests, selected)
+        return over_tiles(one_tile, tiles, size).reshape(q.shape)
+
+    def project(
+        self, o: Float[Array, "tokens heads dim"], by: Rotation, numerics: Numerics
+    ) -> Float[Array, "tokens hidden"]:
+        """Un-rotation and grouped low-rank output; wo_a takes activations unquantised (3.7)."""
+        cfg = self.cfg
+        o = rotate(o, jax.tree.map(lambda a: a[:, None], by.inverse()))
+        groups = o.reshape(o.shape[0], cfg.o_groups, -1)
+        wo_a = dequantize(self.wo_a, o.dtype).reshape(cfg.o_groups, cfg.o_lora_rank, -1)
+        z = jnp.einsum(
+            "tgi,goi->tgo", groups, wo_a, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        )
+        return linear(z.astype(o.dtype).reshape(o.shape[0], -1), self.wo_b, numerics)
+
+
+def attention(
+    q: Float[Array, "queries heads dim"],
+    near: Float[Array, "keys dim"],
+    near_visible: Bool[Array, "queries keys"],
+    far: Float[Array, "queries selected dim"] | None,
+    far_visible: Bool[Array, "queries selected"] | None,
+    sink: Float[Array, " heads"],
+) -> Float[Array, "queries heads dim"]:
+    """Softmax over window keys, selected entries and a valueless sink, scale dim^-½ (section 3.6).
+
+    Probabilities are rounded to the type of q for the value product, the denominator sums them unrounded. Keys that are
+    not visible may hold anything; a query that sees nothing yields zeros.
+    """
+
+    def dot(spec, a, b):
+        return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+    near = jnp.where(jnp.any(near_visible, 0)[:, None], near, 0)
+    scores = dot("qhd,kd->qhk", q, near)
+    visible = near_visible
+    if far is not None:
+        far = jnp.where(far_visible[..., None], far, 0)
+        scores = jnp.concatenate([scores, dot("qhd,qkd->qhk", q, far)], -1)
+        visible = jnp.concatenate([near_visible, far_visible], -1)
+    visible = visible[:, None]
+    scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -jnp.inf)
+    top = jnp.maximum(jnp.max(scores, -1, keepdims=True), -1e30)
+    p = jnp.where(visible, jnp.exp(scores - top), 0)
+    total = jnp.sum(p, -1) + jnp.exp(sink - top[..., 0])
+    p = p.astype(q.dtype)
+    width = near.shape[0]
+    value = dot("qhk,kd->qhd", p[..., :width], near)
+    if far is not None:
+        value = value + dot("qhk,qkd->qhd", p[..., width:], far)
+    seen = jnp.any(visible, -1, keepdims=True)
+    return jnp.where(seen, value / total[..., None], 0).astype(q.dtype)

@@ -1,0 +1,152 @@
+"""Where every token of a step lives: request, slot, position, and the ring and page places it reads and writes."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from dsv4jax.batch import StepBatch
+from dsv4jax.quant import ceil_div
+
+
+@flax.struct.dataclass
+class TokenLayout:
+    """Tokens of a step, flat, in tiles that each belong to one request.
+
+    Positions are true positions also for tokens that are not valid but stand before a valid one in their tile.
+    """
+
+    positions: Int32[Array, " tokens"]
+    valid: Bool[Array, " tokens"]
+    image_mask: Bool[Array, " tokens"]
+    tile_requests: Int32[Array, " tiles"]
+    slots: Int32[Array, " requests"]
+    starts: Int32[Array, " requests"]
+    ends: Int32[Array, " requests"]
+    floors: Int32[Array, " requests"]
+    write_starts: Int32[Array, " requests"]
+    page_table: Int32[Array, "requests pages"]
+    num_slots: int = flax.struct.field(pytree_node=False)
+    tile: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def requests(self) -> Int32[Array, " tokens"]:
+        """Request of each token."""
+        return _per_token(self.tile_requests, self.tile)
+
+    def tiles(self, x: Array) -> Array:
+        """[tokens, ...] to [tiles, tile, ...]."""
+        return x.reshape(-1, self.tile, *x.shape[1:])
+
+    def write_slots(self, newest: int) -> Int32[Array, " tokens"]:
+        """Slot of each token that is among the `newest` of its request in this step; out of range for all others.
+
+        A ring of n rows is written by its newest n tokens only, so that no two tokens write one row.
+        """
+        requests = self.requests
+        write = self.valid & (self.positions >= self.ends[requests] - newest)
+        return jnp.where(write, self.slots[requests], self.num_slots)
+
+
+def full_layout(batch: StepBatch, num_slots: int) -> TokenLayout:
+    """All tokens of the batch, with the window floor of the encoder half."""
+    tokens, tile = batch.tokens.shape[0], batch.tile
+    first = jnp.arange(ceil_div(tokens, tile), dtype=jnp.int32) * tile
+    tile_requests = jnp.maximum(jnp.sum(batch.offsets <= first[:, None], -1, dtype=jnp.int32) - 1, 0)
+    requests = _per_token(tile_requests, tile)
+    within = jnp.arange(tokens, dtype=jnp.int32) - batch.offsets[requests]
+    return TokenLayout(
+        positions=batch.starts[requests] + within,
+        valid=(within < batch.lengths[requests]) & (batch.slots[requests] < num_slots),
+        image_mask=batch.image_mask,
+        tile_requests=tile_requests,
+        slots=batch.slots,
+        starts=batch.starts,
+        ends=batch.starts + batch.lengths,
+        floors=batch.encoder_floors,
+        write_starts=batch.write_starts,
+        page_table=batch.page_table,
+        num_slots=num_slots,
+        tile=tile,
+    )
+
+
+def decoder_layout(
+    full: TokenLayout, batch: StepBatch, window: int
+) -> tuple[TokenLayout, Int32[Array, " tail"] | None]:
+    """The tokens the decoder half runs on, and their indices among all tokens; None if the arrays stay as they are.
+
+    In bounded replay at most the last `window` tokens of a prompt (section 9.5), gathered into
+    requests · ⌈window/tile⌉ tiles when these are fewer than the step has.
+    """
+    wanted = full.valid & (full.positions >= batch.decoder_floors[full.requests])
+    masked = full.replace(valid=wanted, floors=batch.decoder_floors)
+    requests, tile = batch.slots.shape[0], full.tile
+    per_request = ceil_div(window, tile) * tile
+    if batch.replay == "exact" or requests * per_request >= full.positions.shape[0]:
+        return masked, None
+    starts = jnp.clip(batch.decoder_floors, full.starts, full.ends)
+    within = jnp.arange(per_request, dtype=jnp.int32)
+    positions = starts[:, None] + within
+    take = (batch.offsets + starts - full.starts)[:, None] + within
+    take = jnp.minimum(take, full.positions.shape[0] - 1).reshape(-1)
+    valid = (positions < full.ends[:, None]) & (batch.slots < full.num_slots)[:, None]
+    tile_requests = _per_token(jnp.arange(requests, dtype=jnp.int32), per_request // tile)
+    tail = masked.replace(
+        positions=positions.reshape(-1),
+        valid=valid.reshape(-1),
+        image_mask=full.image_mask[take],
+        tile_requests=tile_requests,
+        starts=starts,
+    )
+    return tail, take
+
+
+def _per_token(per_tile: Int32[Array, " tiles"], tile: int) -> Int32[Array, " tokens"]:
+    return jnp.broadcast_to(per_tile[:, None], (per_tile.shape[0], tile)).reshape(-1)
+
+
+@flax.struct.dataclass
+class TileWindow:
+    """The window keys a tile of queries reads: positions first-(window-1) .. first+tile-1."""
+
+    in_step: Bool[Array, "tiles keys"]
+    step_index: Int32[Array, "tiles keys"]
+    slots: Int32[Array, " tiles"]
+    positions: Int32[Array, "tiles keys"]
+    visible: Bool[Array, "tiles tile keys"]
+
+
+def tile_windows(layout: TokenLayout, window: int) -> TileWindow:
+    """Sources and visibility of window keys: query p reads max(floor, p-window+1) .. p (section 3.5)."""
+    first = layout.tiles(layout.positions)[:, 0]
+    request = layout.tile_requests
+    offsets = jnp.arange(1 - window, layout.tile, dtype=jnp.int32)
+    keys = first[:, None] + offsets
+    index = jnp.arange(first.shape[0], dtype=jnp.int32)[:, None] * layout.tile + offsets
+    queries = layout.tiles(layout.positions)[..., None]
+    visible = (keys[:, None] <= queries) & (keys[:, None] > queries - window)
+    visible &= (keys >= jnp.maximum(layout.floors[request], 0)[:, None])[:, None]
+    return TileWindow(
+        in_step=keys >= layout.starts[request][:, None],
+        step_index=jnp.clip(index, 0, layout.positions.shape[0] - 1),
+        slots=layout.slots[request],
+        positions=keys,
+        visible=visible & layout.tiles(layout.valid)[..., None],
+    )
+
+
+def over_tiles(fn, tiles, bytes_per_tile: int, limit: int = 1 << 30):
+    """Maps `fn` over the leading axis of a pytree, as many tiles at once as stay below `limit` bytes."""
+    count = jax.tree.leaves(tiles)[0].shape[0]
+    at_once = max(1, min(count, limit // max(1, bytes_per_tile)))
+    if at_once == count:
+        return jax.vmap(fn)(tiles)
+    return jax.lax.map(fn, tiles, batch_size=at_once)
+
+
+def last_tokens(x: Float[Array, "tokens *n"], layout: TokenLayout) -> Float[Array, "requests *n"]:
+    """The value at each request's last token of the step; unspecified for requests without tokens."""
+    last = layout.ends - 1 - layout.starts
+    first_tile = jnp.sum(layout.tile_requests < jnp.arange(layout.slots.shape[0])[:, None], -1)
+    return x[jnp.clip(first_tile * layout.tile + last, 0, x.shape[0] - 1)]

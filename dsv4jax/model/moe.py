@@ -1,0 +1,88 @@
+"""Mixture of experts: router, routed experts and the shared expert (architecture sections 5.1, 5.2)."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax, nn
+from jaxtyping import Array, Bool, Float, Int
+
+from dsv4jax.config import ModelConfig
+from dsv4jax.numerics import Numerics
+from dsv4jax.weights import declare_array, declare_experts, declare_fp8, linear, linear_fp32
+from pallas_kernels.moe_experts import moe_experts
+from pallas_kernels.moe_experts.reference import swiglu
+
+
+class Router(nnx.Module):
+    """`ffn.gate`: scores, and the biases that only decide which experts are picked."""
+
+    def __init__(self, experts: int, cfg: ModelConfig):
+        self.weight = declare_array((experts, cfg.hidden_size), "BF16", (None, "embed"))
+        self.bias = declare_array((experts,), "F32", (None,))
+        self.bias_vl = declare_array((experts,), "F32", (None,))
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], image_mask: Bool[Array, " tokens"], k: int, scale: float
+    ) -> tuple[Int[Array, "tokens k"], Float[Array, "tokens k"]]:
+        """Expert ids, best first with ties to the smaller id, and routing weights from the unbiased scores."""
+        scores = sqrt_softplus(linear_fp32(x, self.weight[...]))
+        bias = jnp.where(image_mask[:, None], self.bias_vl[...], self.bias[...])
+        _, experts = lax.top_k(scores + bias, k)
+        picked = jnp.take_along_axis(scores, experts, -1)
+        return experts, picked / (jnp.sum(picked, -1, keepdims=True) + 1e-20) * scale
+
+
+class Experts(nnx.Module):
+    """`ffn.experts`: stacks of the routed experts' weights."""
+
+    def __init__(self, experts: int, cfg: ModelConfig):
+        width, hidden = cfg.moe_intermediate_size, cfg.hidden_size
+        self.w1 = declare_experts(cfg, experts, width, hidden, ("expert", "expert_width", "embed"))
+        self.w2 = declare_experts(cfg, experts, hidden, width, ("expert", "embed", "expert_width"))
+        self.w3 = declare_experts(cfg, experts, width, hidden, ("expert", "expert_width", "embed"))
+
+
+class SharedExpert(nnx.Module):
+    """`ffn.shared_experts`: one expert that every token takes with weight 1, under the same clamp."""
+
+    def __init__(self, cfg: ModelConfig):
+        self.limit = cfg.swiglu_limit
+        self.w1 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("expert_width", "embed"))
+        self.w2 = declare_fp8(cfg, cfg.hidden_size, cfg.moe_intermediate_size, ("embed", "expert_width"))
+        self.w3 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("expert_width", "embed"))
+
+    def __call__(self, x: Float[Array, "tokens hidden"], numerics: Numerics) -> Float[Array, "tokens hidden"]:
+        z = swiglu(linear(x, self.w1, numerics), linear(x, self.w3, numerics), self.limit)
+        return linear(z.astype(x.dtype), self.w2, numerics)
+
+
+class MoE(nnx.Module):
+    """`ffn`: routed plus shared expert."""
+
+    def __init__(self, cfg: ModelConfig, experts: int, experts_per_token: int):
+        self.k = experts_per_token
+        self.scale = cfg.routed_scaling_factor
+        self.limit = cfg.swiglu_limit
+        self.gate = Router(experts, cfg)
+        self.experts = Experts(experts, cfg)
+        self.shared_experts = SharedExpert(cfg)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        valid: Bool[Array, " tokens"],
+        image_mask: Bool[Array, " tokens"],
+        numerics: Numerics,
+    ) -> tuple[Float[Array, "tokens hidden"], Int[Array, " experts"]]:
+        """Output, and how many valid tokens each expert got."""
+        experts, weights = self.gate(x, image_mask, self.k, self.scale)
+        w1, w3, w2 = (getattr(self.experts, name).get_value() for name in ("w1", "w3", "w2"))
+        routed = moe_experts(x, experts, weights, valid, w1, w3, w2, limit=self.limit, numerics=numerics)
+        shared = self.shared_experts(x, numerics).astype(jnp.float32)
+        count = self.gate.bias[...].shape[0]
+        load = jnp.bincount(jnp.where(valid[:, None], experts, count).reshape(-1), length=count + 1)[:count]
+        return (routed + shared).astype(x.dtype), load
+
+
+def sqrt_softplus(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """√(log(1 + eˣ)); below -20, where log(1 + eˣ) = eˣ in fp32, as e^(x/2), which underflows much later."""
+    return jnp.where(x < -20, jnp.exp(x / 2), jnp.sqrt(nn.softplus(jnp.maximum(x, -20))))

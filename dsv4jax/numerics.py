@@ -1,0 +1,33 @@
+"""Where a run rounds: the two modes of the product, and the switches the tests need."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """Static choice of arithmetic, an argument of every forward pass.
+
+    `REFERENCE` rounds exactly where the architecture page (section 2.4) puts a rounding. `FAST` skips the roundings
+    that section 11 lists as free: index scores stay fp32 (6), the pooled latent is normalised unrounded (4), the
+    routing weight multiplies after the down projection (5), hyper-connection projections use three bf16 passes (23).
+    """
+
+    dtype: type = jnp.bfloat16
+    """Type of streams and sublayer values; float32 only to compare with float32 golden data."""
+    quantize_activations: bool = True
+    """Quantise the input of FP8 and FP4 linears to FP8 per 32 channels (section 5.4)."""
+    quantize_cache: bool = True
+    """Quantise window keys, compressed entries, index keys and index queries. False is for tests only."""
+    fast: bool = False
+
+    @property
+    def mix_precision(self) -> jax.lax.Precision:
+        """Matmul precision of the hyper-connection projection."""
+        return jax.lax.Precision.HIGH if self.fast else jax.lax.Precision.HIGHEST
+
+
+REFERENCE = Numerics()
+FAST = Numerics(fast=True)

@@ -1,0 +1,59 @@
+"""Parameters as a plain nested dict: shapes, names and bytes from the modules' own declarations."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from dsv4jax.config import ModelConfig
+from dsv4jax.model.transformer import Model
+from dsv4jax.weights import STORED_DTYPES, ArraySpec
+
+Params = dict[str, Any]
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Safetensors name: BF16, F32, F8_E4M3, F8_E8M0 or I8."""
+    nbytes: int
+
+
+def abstract_params(cfg: ModelConfig, tables_on_device: bool = True) -> Params:
+    """The parameters with an `ArraySpec` (shape, stored type, logical axes) in place of every array.
+
+    The nesting is that of the tensor names, with expert stacks [experts, ...] as one leaf. With
+    `tables_on_device=False` the Engram tables are left out.
+    """
+    return nnx.to_pure_dict(nnx.split(Model(cfg, tables_on_device))[1])
+
+
+def named_leaves(params: Params) -> Iterator[tuple[str, Any]]:
+    """(name, leaf) of every array, names as in the checkpoint; an expert stack is named with `experts.*`."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        name = ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+        yield name.replace(".experts.", ".experts.*."), leaf
+
+
+def tensor_names(name: str, spec: ArraySpec) -> list[str]:
+    """The checkpoint's tensor names behind one leaf: one, or one per expert."""
+    if "*" not in name:
+        return [name]
+    return [name.replace("*", str(e)) for e in range(spec.shape[0])]
+
+
+def checkpoint_inventory(cfg: ModelConfig) -> dict[str, TensorInfo]:
+    """Every tensor of the checkpoint layout (architecture section 10): name to shape, type, bytes."""
+    inventory = {}
+    for name, spec in named_leaves(abstract_params(cfg)):
+        if spec.derived:
+            continue
+        names = tensor_names(name, spec)
+        shape = spec.shape if "*" not in name else spec.shape[1:]
+        for tensor in names:
+            inventory[tensor] = TensorInfo(shape, spec.stored, math.prod(shape) * STORED_DTYPES[spec.stored].itemsize)
+    return inventory

@@ -1,0 +1,453 @@
+"""Sampling on device: from logits to token ids, for requests with different settings in one batch.
+
+Pure functions to be called inside a jitted step, in this order:
+
+    state = commit_tokens(state, slots, starts)
+    state = record_tokens(state, slots, tokens, positions, valid)
+    sampled = sample(logits, state, params, slots, tokens, positions, valid)
+
+Counting is lazy because a step's tokens may be unverified drafts. A step only notes which token sits at
+which position; the next step, whose first position says how much of that was accepted, adds it to the counts.
+A rejected draft is thus never counted and nothing has to be undone.
+
+Nothing depends on the batch a request is in: its noise comes from its own seed and the position of the token
+being sampled, its filters from its own logits. Noise, filters and top log-probabilities cost nothing when no
+request of the batch uses them (`lax.cond`); no setting changes a shape, so none recompiles.
+"""
+
+import dataclasses
+import numbers
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
+
+MAX_TOP_LOGPROBS = 20
+_FLOAT32 = np.finfo(np.float32)
+
+
+@flax.struct.dataclass
+class SamplingParams:
+    """Settings of the requests of one batch; `sampling_params` builds it from `RequestSampling`s."""
+
+    temperature: Float[Array, "requests"]  # 0 = greedy
+    top_k: Int[Array, "requests"]  # 0 = no limit
+    top_p: Float[Array, "requests"]  # 1 = off
+    min_p: Float[Array, "requests"]  # 0 = off
+    presence_penalty: Float[Array, "requests"]  # over generated tokens; 0 = off
+    frequency_penalty: Float[Array, "requests"]  # over generated tokens; 0 = off
+    repetition_penalty: Float[Array, "requests"]  # over prompt and generated tokens; 1 = off
+    seed: UInt32[Array, "requests 2"]  # high and low half of the seed's 64 bits: a threefry key
+    top_logprobs: Int[Array, "requests"]  # -1 = no logprobs, 0 = of the chosen token, n = and of the n best
+
+
+@flax.struct.dataclass
+class SamplingState:
+    """What sampling remembers of the request in each cache slot."""
+
+    output_counts: Int32[Array, "slots vocab"]  # committed generated tokens
+    prompt_mask: Bool[Array, "slots vocab"]  # tokens that occur in the prompt
+    logit_bias: Float32[Array, "slots vocab"]
+    recent_tokens: Int32[Array, "slots ring"]  # token ids of the newest positions, at position % ring
+    prompt_length: Int32[Array, "slots"]
+    counted: Int32[Array, "slots"]  # generated tokens at positions < counted are in output_counts
+
+
+@flax.struct.dataclass
+class Sampled:
+    """Result of `sample`; row (b, j) follows input token j of request b."""
+
+    tokens: Int32[Array, "requests tokens"]
+    logprobs: Float32[Array, "requests tokens"]
+    top_tokens: Int32[Array, "requests tokens 20"]
+    top_logprobs: Float32[Array, "requests tokens 20"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestSampling:
+    """Sampling settings of one request; the defaults sample from the model's own distribution.
+
+    Raises ValueError on construction for a value of the wrong type, NaN, or outside the range below.
+    """
+
+    temperature: float = 1.0  # 0 .. 2; 0 = greedy
+    top_k: int = 0  # 0 .. 2**31 - 1; 0 = no limit
+    top_p: float = 1.0  # above 0, to 1; 1 = off
+    min_p: float = 0.0  # 0 .. 1; 0 = off
+    presence_penalty: float = 0.0  # -2 .. 2
+    frequency_penalty: float = 0.0  # -2 .. 2
+    repetition_penalty: float = 1.0  # above 0, a normal float32; 1 = off
+    seed: int | None = None  # any int64; None = fresh randomness
+    top_logprobs: int = -1  # -1 .. MAX_TOP_LOGPROBS
+
+    def __post_init__(self):
+        _check_number("temperature", self.temperature, 0.0, 2.0)
+        _check_integer("top_k", self.top_k, 0, 2**31 - 1)
+        _check_number("top_p", self.top_p, 0.0, 1.0, low_allowed=False)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, float(_FLOAT32.tiny), float(_FLOAT32.max))
+        if self.seed is not None:
+            _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        _check_integer("top_logprobs", self.top_logprobs, -1, MAX_TOP_LOGPROBS)
+
+
+def _check_number(name: str, value: object, low: float, high: float, low_allowed: bool = True) -> None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (is_number and low <= value <= high and (low_allowed or value > low)):  # NaN fails the comparison
+        bound = "at least" if low_allowed else "above"
+        raise ValueError(f"{name} must be a number {bound} {low} and at most {high}, got {value!r}")
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not (is_integer and low <= value <= high):
+        raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+
+
+# A padded row is greedy, so that it never makes a batch draw noise or search for a filter's cut.
+_PADDING = RequestSampling(temperature=0.0, seed=0)
+
+
+def sampling_params(requests: Sequence[RequestSampling], rows: int) -> SamplingParams:
+    """Stacks the settings of a batch's requests and pads them to `rows` (host side, numpy arrays).
+
+    A request without a seed gets fresh randomness from the operating system at every call.
+
+    Raises ValueError if there are more requests than rows.
+    """
+    if len(requests) > rows:
+        raise ValueError(f"rows must be at least the number of requests, {len(requests)}, got {rows}")
+    settings = [*requests, *[_PADDING] * (rows - len(requests))]
+    seeds = [secrets.randbits(64) if s.seed is None else s.seed % 2**64 for s in settings]
+
+    def column(name: str, dtype: type) -> np.ndarray:
+        return np.array([getattr(s, name) for s in settings], dtype)
+
+    return SamplingParams(
+        temperature=column("temperature", np.float32),
+        top_k=column("top_k", np.int32),
+        top_p=column("top_p", np.float32),
+        min_p=column("min_p", np.float32),
+        presence_penalty=column("presence_penalty", np.float32),
+        frequency_penalty=column("frequency_penalty", np.float32),
+        repetition_penalty=column("repetition_penalty", np.float32),
+        seed=np.array([(seed >> 32, seed & 0xFFFFFFFF) for seed in seeds], np.uint32).reshape(rows, 2),
+        top_logprobs=column("top_logprobs", np.int32),
+    )
+
+
+def request_rows(
+    prompt_tokens: Sequence[int] | np.ndarray, logit_bias: Mapping[int, float | int], vocab: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Dense rows of one request for `begin_request`: (prompt_mask bool [vocab], logit_bias float32 [vocab]).
+
+    Raises ValueError for a token id outside 0 .. vocab - 1 and for a bias outside -100 .. 100.
+    """
+    tokens = np.asarray(prompt_tokens)
+    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+        raise ValueError(
+            f"prompt_tokens must be a flat sequence of integers, got shape {tokens.shape} of {tokens.dtype}"
+        )
+    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab))
+    if outside.size:
+        first = int(outside[0])
+        raise ValueError(f"prompt_tokens[{first}] must be an integer from 0 to {vocab - 1}, got {tokens[first]}")
+    prompt_mask = np.zeros(vocab, bool)
+    prompt_mask[tokens.astype(np.int64)] = True
+
+    bias_row = np.zeros(vocab, np.float32)
+    for token, bias in logit_bias.items():
+        _check_integer("logit_bias key", token, 0, vocab - 1)
+        _check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        bias_row[token] = bias
+    return prompt_mask, bias_row
+
+
+def init_sampling_state(slots: int, vocab: int, ring: int) -> SamplingState:
+    """State of `slots` empty slots. `ring` is at least the number of tokens a request can have in one step.
+
+    Raises ValueError if a size is below 1.
+    """
+    for name, size in (("slots", slots), ("vocab", vocab), ("ring", ring)):
+        _check_integer(name, size, 1, 2**31 - 1)
+    return SamplingState(
+        output_counts=jnp.zeros((slots, vocab), jnp.int32),
+        prompt_mask=jnp.zeros((slots, vocab), bool),
+        logit_bias=jnp.zeros((slots, vocab), jnp.float32),
+        recent_tokens=jnp.zeros((slots, ring), jnp.int32),
+        prompt_length=jnp.zeros(slots, jnp.int32),
+        counted=jnp.zeros(slots, jnp.int32),
+    )
+
+
+def begin_request(
+    state: SamplingState,
+    slot: Int[Array, ""] | int,
+    *,
+    prompt_mask: Bool[Array, "vocab"],
+    logit_bias: Float[Array, "vocab"],
+    prompt_length: Int[Array, ""] | int,
+) -> SamplingState:
+    """Puts a new request into a slot, forgetting the previous one; a slot >= number of slots changes nothing."""
+    return SamplingState(
+        output_counts=state.output_counts.at[slot].set(0, mode="drop"),
+        prompt_mask=state.prompt_mask.at[slot].set(prompt_mask, mode="drop"),
+        logit_bias=state.logit_bias.at[slot].set(logit_bias, mode="drop"),
+        recent_tokens=state.recent_tokens.at[slot].set(0, mode="drop"),
+        prompt_length=state.prompt_length.at[slot].set(prompt_length, mode="drop"),
+        counted=state.counted.at[slot].set(prompt_length, mode="drop"),
+    )
+
+
+def commit_tokens(
+    state: SamplingState, slots: Int32[Array, "requests"], starts: Int32[Array, "requests"]
+) -> SamplingState:
+    """Counts the generated tokens before each request's position `starts`, which are now final.
+
+    They are read from `recent_tokens`, so between two calls a request may not advance by more than `ring`
+    positions past its prompt. Slots are distinct; a padded row has a slot >= number of slots and writes
+    nothing.
+    """
+    vocab, ring = state.output_counts.shape[1], state.recent_tokens.shape[1]
+    positions = starts[:, None] - 1 - jnp.arange(ring)
+    # Positions below prompt_length are never due, because begin_request sets counted = prompt_length.
+    due = positions >= state.counted.at[slots].get(mode="fill", fill_value=0)[:, None]
+    recent = state.recent_tokens.at[slots[:, None], positions % ring].get(mode="fill", fill_value=0)
+    counts = state.output_counts.at[slots[:, None], jnp.where(due, recent, vocab)].add(1, mode="drop")
+    return state.replace(output_counts=counts, counted=state.counted.at[slots].max(starts, mode="drop"))
+
+
+def record_tokens(
+    state: SamplingState,
+    slots: Int32[Array, "requests"],
+    tokens: Int32[Array, "requests tokens"],
+    positions: Int32[Array, "requests tokens"],
+    valid: Bool[Array, "requests tokens"],
+) -> SamplingState:
+    """Notes a step's input tokens by position; of more than `ring` tokens the newest. Counts nothing yet."""
+    num_slots, ring = state.recent_tokens.shape
+    newest = jnp.max(jnp.where(valid, positions, -1), axis=1, keepdims=True)
+    written = valid & (positions > newest - ring)
+    rows = jnp.where(written, slots[:, None], num_slots)
+    return state.replace(recent_tokens=state.recent_tokens.at[rows, positions % ring].set(tokens, mode="drop"))
+
+
+def adjusted_logits(
+    logits: Float32[Array, "requests tokens vocab"],
+    state: SamplingState,
+    params: SamplingParams,
+    slots: Int32[Array, "requests"],
+    tokens: Int32[Array, "requests tokens"],
+    positions: Int32[Array, "requests tokens"],
+    valid: Bool[Array, "requests tokens"],
+) -> Float32[Array, "requests tokens vocab"]:
+    """Logits after bias and penalties, in this order: bias, repetition, frequency, presence.
+
+    Row (b, j) takes the committed tokens of the request and the step's own generated tokens 0 .. j as past.
+    The repetition penalty divides a positive logit and multiplies a negative one. With all settings off the
+    result equals `logits` bit for bit.
+    """
+
+    def of_request(values):
+        return values.at[slots].get(mode="fill", fill_value=0)[:, None]
+
+    def column(values):
+        return values[:, None, None]
+
+    num_tokens, vocab = logits.shape[1:]
+    generated = valid & (positions >= of_request(state.prompt_length))
+    up_to = jnp.tri(num_tokens, dtype=bool)[:, :, None]
+    same = (tokens[:, :, None] == jnp.arange(vocab)) & generated[:, :, None]
+    counts = of_request(state.output_counts) + jnp.sum(same[:, None] & up_to, axis=2, dtype=jnp.int32)
+
+    biased = logits + of_request(state.logit_bias)
+    repetition = column(params.repetition_penalty)
+    repeated = jnp.where(biased > 0, biased / repetition, biased * repetition)
+    # A tiny repetition penalty may overflow; the largest finite logit keeps the softmax defined.
+    repeated = jnp.minimum(repeated, _FLOAT32.max)
+    seen = of_request(state.prompt_mask) | (counts > 0)
+    penalty = column(params.frequency_penalty) * counts + column(params.presence_penalty) * (counts > 0)
+    return jnp.where(seen, repeated, biased) - penalty
+
+
+def sample(
+    logits: Float32[Array, "requests tokens vocab"],
+    state: SamplingState,
+    params: SamplingParams,
+    slots: Int32[Array, "requests"],
+    tokens: Int32[Array, "requests tokens"],
+    positions: Int32[Array, "requests tokens"],
+    valid: Bool[Array, "requests tokens"],
+) -> Sampled:
+    """Chooses the token that follows each input token.
+
+    Args:
+      logits: of the model; row (b, j) stands after input token j of request b.
+      state: after `commit_tokens` and `record_tokens` of this step.
+      params: one row per request.
+      slots: cache slot of each request, distinct; >= number of slots for a padded row.
+      tokens, positions: the step's inputs, consecutive positions; prefill passes its last token only.
+      valid: False for padding. Values of `tokens` and `positions` there are ignored.
+
+    The rules, per row: bias and penalties (`adjusted_logits`); then the best token if the temperature is 0,
+    otherwise temperature, the top_k best, of these the shortest list of best tokens that holds at least
+    top_p of their probability, of these the ones with at least min_p times the best one's probability, and a
+    Gumbel-max draw. Its noise has the threefry key "request's seed, folded with the position of the token
+    being chosen", so a seeded request gets the same tokens from the same logits in any batch, slot, bucket
+    or split into steps. Equal logits rank by token id, smaller first. top_p adds probabilities up in
+    integers, as multiples of about 2^-30, so that no order of summation can move its cut.
+
+    Log-probabilities are natural logs of the softmax of the unchanged `logits`; that of the chosen token is
+    returned whatever top_logprobs says, and equals its entry among the best bit for bit. Of `top_tokens` and
+    `top_logprobs` the first params.top_logprobs entries are filled (beyond the vocabulary: token 0, -inf),
+    the others are 0.
+
+    A logit of -inf excludes a token. A row whose logits hold NaN or +inf, or are all -inf, has no
+    distribution: its token is 0 and its log-probability NaN, so that the caller can end the request; other
+    rows are untouched.
+    Rows that are not valid: token 0, log-probability 0.
+    """
+    vocab = logits.shape[-1]
+    adjusted = adjusted_logits(logits, state, params, slots, tokens, positions, valid)
+    # Below the normal numbers a temperature may count as 0 in one operation and not in another.
+    random = valid & (params.temperature >= _FLOAT32.tiny)[:, None]
+    chosen = lax.cond(
+        jnp.any(random),
+        lambda: _draw(adjusted, random, params, positions),
+        lambda: jnp.argmax(adjusted, axis=-1),
+    ).astype(jnp.int32)
+
+    log_total = jax.nn.logsumexp(logits, axis=-1)
+    defined = jnp.isfinite(log_total)
+    chosen = jnp.where(valid & defined, chosen, 0)
+    logprobs = jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0] - log_total
+    logprobs = jnp.where(defined, logprobs, jnp.nan)
+
+    wanted = valid[..., None] & (jnp.arange(MAX_TOP_LOGPROBS) < params.top_logprobs[:, None, None])
+
+    def best():
+        values, ids = lax.top_k(logits, min(MAX_TOP_LOGPROBS, vocab))
+        missing = [(0, 0), (0, 0), (0, MAX_TOP_LOGPROBS - values.shape[-1])]
+        values = jnp.where(defined[..., None], values - log_total[..., None], jnp.nan)
+        return jnp.pad(ids, missing), jnp.pad(values, missing, constant_values=-jnp.inf)
+
+    def none():
+        return jnp.zeros_like(wanted, jnp.int32), jnp.zeros_like(wanted, jnp.float32)
+
+    top_tokens, top_logprobs = lax.cond(jnp.any(wanted), best, none)
+    return Sampled(
+        tokens=chosen,
+        logprobs=jnp.where(valid, logprobs, 0.0),
+        top_tokens=jnp.where(wanted, top_tokens, 0),
+        top_logprobs=jnp.where(wanted, top_logprobs, 0.0),
+    )
+
+
+def _draw(
+    adjusted: Float32[Array, "requests tokens vocab"],
+    random: Bool[Array, "requests tokens"],
+    params: SamplingParams,
+    positions: Int32[Array, "requests tokens"],
+) -> Int32[Array, "requests tokens"]:
+    """Filters and draws in the rows where `random` holds, takes the best token in the others."""
+    vocab = adjusted.shape[-1]
+    random = random[..., None]
+    # Distance below the best token in units of the temperature: exp(-distance) is the probability relative to
+    # the best. Subtracting first keeps a tiny temperature finite.
+    temperature = jnp.where(random, params.temperature[:, None, None], 1.0)
+    distance = (jnp.max(adjusted, axis=-1, keepdims=True) - adjusted) / temperature
+    rank = _descending_rank(adjusted)
+
+    everything = (jnp.full_like(rank[..., :1], 2**32 - 1), jnp.full_like(rank[..., :1], vocab))
+    top_k = jnp.broadcast_to(params.top_k[:, None, None], random.shape)
+    limited = random & (top_k > 0) & (top_k < vocab)
+    first_k = lax.cond(
+        jnp.any(limited),
+        lambda: _shortest_prefix(rank, jnp.ones_like(rank, jnp.int32), jnp.where(limited, top_k, vocab)),
+        lambda: everything,
+    )
+    kept = _in_prefix(rank, first_k)
+
+    top_p = jnp.broadcast_to(params.top_p[:, None, None], random.shape)
+    nucleus = random & (top_p < 1)
+
+    def first_p():
+        weight = jnp.where(kept, jnp.exp(-distance), 0.0)
+        # A power of two near the sum, so that the scaled sum is at most about 1.5 * 2^30.
+        scale = 2.0**30 / lax.reduce_precision(jnp.sum(weight, -1, keepdims=True), exponent_bits=8, mantissa_bits=0)
+        weight = jnp.round(weight * scale).astype(jnp.int32)
+        total = jnp.sum(weight, axis=-1, keepdims=True)
+        share = jnp.ceil(top_p * total.astype(jnp.float32)).astype(jnp.int32)
+        last_rank, last_id = _shortest_prefix(rank, weight, jnp.clip(share, 1, total))
+        return jnp.where(nucleus, last_rank, everything[0]), jnp.where(nucleus, last_id, everything[1])
+
+    kept &= _in_prefix(rank, lax.cond(jnp.any(nucleus), first_p, lambda: everything))
+    kept &= distance <= -jnp.log(params.min_p)[:, None, None]
+
+    def noise(seed, position):
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        # The default mode cannot tell apart probabilities below about 1e-7, which may add up to percents.
+        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
+
+    gumbel = jax.vmap(jax.vmap(noise, (None, 0)))(params.seed, positions + 1)
+    score = jnp.where(random, jnp.where(kept, gumbel - distance, -jnp.inf), adjusted)
+    return jnp.argmax(score, axis=-1)
+
+
+def _descending_rank(values: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """Integers that order like the values, from the largest down; equal values (also 0 and -0) share one."""
+    bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)
+    return lax.bitcast_convert_type(jnp.where(bits >= 0, bits ^ 0x7FFFFFFF, bits), jnp.uint32)
+
+
+def _shortest_prefix(
+    rank: UInt32[Array, "requests tokens vocab"],
+    weight: Int32[Array, "requests tokens vocab"],
+    required: Int32[Array, "requests tokens 1"],
+) -> tuple[UInt32[Array, "requests tokens 1"], UInt32[Array, "requests tokens 1"]]:
+    """Last (rank, token id) of the shortest list of tokens, by rank then id, whose weights reach `required`.
+
+    Weights are >= 0; a row's sum is at least `required` >= 1 and below 2^31. Finds the answer two bits at a
+    time by 16 passes over the row, 9 more where ties must be broken: for 384 rows of 129280 a third of the
+    time of a sort on an H200.
+    """
+    vocab = rank.shape[-1]
+    ids = jnp.arange(vocab, dtype=jnp.uint32)
+
+    def lacks(inside: Bool[Array, "requests tokens vocab"]) -> Bool[Array, "requests tokens 1"]:
+        return jnp.sum(jnp.where(inside, weight, 0), axis=-1, keepdims=True) < required
+
+    def largest(bits: int, lacks_below: Callable) -> UInt32[Array, "requests tokens 1"]:
+        """Largest bound for which lacks_below(bound) holds; it holds for 0 and, once false, stays false."""
+        digits = (bits + 1) // 2
+
+        def step(i, bound):
+            shift = (2 * (digits - 1 - i)).astype(jnp.uint32)
+            digit = sum(lacks_below(bound | (jnp.uint32(d) << shift)).astype(jnp.uint32) for d in (1, 2, 3))
+            return bound | (digit << shift)
+
+        return lax.fori_loop(0, digits, step, jnp.zeros_like(required, jnp.uint32))
+
+    last_rank = largest(32, lambda bound: lacks(rank < bound))
+    tied = rank == last_rank
+    last_id = lax.cond(
+        jnp.any(jnp.sum(tied, axis=-1) > 1),
+        lambda: largest((vocab - 1).bit_length(), lambda bound: lacks((rank < last_rank) | (tied & (ids < bound)))),
+        lambda: jnp.full_like(required, vocab, jnp.uint32),
+    )
+    return last_rank, last_id
+
+
+def _in_prefix(
+    rank: UInt32[Array, "requests tokens vocab"],
+    last: tuple[UInt32[Array, "requests tokens 1"], UInt32[Array, "requests tokens 1"]],
+) -> Bool[Array, "requests tokens vocab"]:
+    last_rank, last_id = last
+    return (rank < last_rank) | ((rank == last_rank) & (jnp.arange(rank.shape[-1], dtype=jnp.uint32) <= last_id))

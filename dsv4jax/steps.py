@@ -1,0 +1,255 @@
+"""The jitted entry points: `forward` over whole sequences, `prefill_step` and `decode_step` over a cache.
+
+    cache, output = prefill_step(params, cache, batch, cfg=cfg)
+    cache, output = decode_step(params, cache, batch, cfg=cfg)
+
+Steps take everything as arguments and return everything. The cache is donated: the one passed in must not be used
+again. Shapes come from the batch alone, so a program is compiled once per bucket.
+"""
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from dsv4jax.batch import StepBatch
+from dsv4jax.cache import Cache, CacheConfig, init_cache
+from dsv4jax.config import ModelConfig
+from dsv4jax.model.layout import last_tokens
+from dsv4jax.model.transformer import merge
+from dsv4jax.numerics import REFERENCE, Numerics
+from dsv4jax.quant import ceil_div
+from dsv4jax.sampling import begin_request, commit_tokens, record_tokens, sample, sampling_params
+
+_TILE = 32
+_step = functools.partial(
+    jax.jit,
+    static_argnames=("cfg", "numerics", "collect"),
+    # By default XLA drops a rounding to a narrow type that is followed by a widening: these are part of the model.
+    compiler_options={"xla_allow_excess_precision": False},
+)
+
+
+@flax.struct.dataclass
+class StepOutput:
+    """Result of a step. Rows of padded requests and places past a request's tokens are token 0 and unspecified logits.
+
+    `tokens` dimension: 1 after prefill (the request's last token of the step; meaningful if that ends its prompt), the
+    bucket's tokens per request after decode (column j follows input token j).
+    """
+
+    tokens: Int32[Array, "requests tokens"]
+    """Sampled next token."""
+    logprobs: Float[Array, "requests tokens"]
+    """Natural log-probability of it under the model's own distribution."""
+    top_tokens: Int32[Array, "requests tokens 20"]
+    top_logprobs: Float[Array, "requests tokens 20"]
+    logits: Float[Array, "requests tokens vocab"]
+    """Raw fp32 logits."""
+    expert_load: Int[Array, "layers experts"]
+    """Tokens routed to each expert, padding excluded."""
+    selections: tuple[Int32[Array, "rows topk"], ...]
+    """With `collect=True`: entries selected by each index source per token; otherwise ()."""
+
+
+@functools.partial(_step, donate_argnames="cache")
+def prefill_step(
+    params: dict[str, Any],
+    cache: Cache,
+    batch: StepBatch,
+    *,
+    cfg: ModelConfig,
+    numerics: Numerics = REFERENCE,
+    collect: bool = False,
+) -> tuple[Cache, StepOutput]:
+    """Runs chunks of prompts; samples after the last token of each request.
+
+    Args:
+      params: as `load_params` returns them.
+      cache: donated. `begin_request` must have been called for each request's slot before its first chunk.
+      batch: from `prefill_batch`.
+      collect: return the selected entries.
+    """
+    model = merge(cfg, params)
+    out = model.text(batch, cache, decode=False, numerics=numerics)
+    logits = model.logits(last_tokens(out.hidden, out.layout))[:, None]
+    last = jnp.maximum(batch.starts + batch.lengths - 1, 0)
+    tokens = batch.tokens[jnp.clip(batch.offsets + batch.lengths - 1, 0, batch.tokens.shape[0] - 1)]
+    valid = (batch.lengths > 0) & (batch.slots < cache.num_slots)
+    sampled = sample(
+        logits, cache.sampling, batch.sampling, batch.slots, tokens[:, None], last[:, None], valid[:, None]
+    )
+    return out.cache, _step_output(sampled, logits, out, collect)
+
+
+@functools.partial(_step, donate_argnames="cache")
+def decode_step(
+    params: dict[str, Any],
+    cache: Cache,
+    batch: StepBatch,
+    *,
+    cfg: ModelConfig,
+    numerics: Numerics = REFERENCE,
+    collect: bool = False,
+) -> tuple[Cache, StepOutput]:
+    """Runs 1 to n tokens of each running request; samples after every one of them.
+
+    The first token of a request is final, the others may be drafts: to reject a suffix, pass a smaller `start` next
+    time. Each token gets exactly the result of a step of its own.
+
+    Args:
+      params: as `load_params` returns them.
+      cache: donated.
+      batch: from `decode_batch`, at most `CacheConfig.slack` tokens per request.
+      collect: return the selected entries.
+
+    Raises:
+      ValueError: more tokens per request than the rings have slack for.
+    """
+    slack = cache.ngram_ids.shape[1] - (cfg.engram_max_ngram_size - 1)
+    if batch.tile > slack:
+        raise ValueError(f"tokens_per_request = {batch.tile}: the cache was made with slack = {slack}")
+    model = merge(cfg, params)
+    out = model.text(batch, cache, decode=True, numerics=numerics)
+    shape = (batch.slots.shape[0], batch.tile)
+    logits = model.logits(out.hidden).reshape(*shape, -1)
+    tokens, positions, valid = (a.reshape(shape) for a in (batch.tokens, out.layout.positions, out.layout.valid))
+    state = commit_tokens(cache.sampling, batch.slots, batch.starts)
+    state = record_tokens(state, batch.slots, tokens, positions, valid)
+    sampled = sample(logits, state, batch.sampling, batch.slots, tokens, positions, valid)
+    return out.cache.replace(sampling=state), _step_output(sampled, logits, out, collect)
+
+
+def _step_output(sampled, logits, out, collect: bool) -> StepOutput:
+    return StepOutput(
+        tokens=sampled.tokens,
+        logprobs=sampled.logprobs,
+        top_tokens=sampled.top_tokens,
+        top_logprobs=sampled.top_logprobs,
+        logits=logits,
+        expert_load=out.expert_load,
+        selections=out.selections if collect else (),
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def start_request(
+    cache: Cache,
+    slot: Int32[Array, ""],
+    prompt_mask: Bool[Array, " vocab"],
+    logit_bias: Float[Array, " vocab"],
+    prompt_length: Int32[Array, ""],
+) -> Cache:
+    """Gives a slot to a new request: call once before its first prefill step. The cache is donated.
+
+    Args:
+      prompt_mask: tokens that occur in the prompt; `sampling.request_rows` makes this and the next argument.
+      logit_bias: added to every logit.
+    """
+    state = begin_request(
+        cache.sampling, slot, prompt_mask=prompt_mask, logit_bias=logit_bias, prompt_length=prompt_length
+    )
+    return cache.replace(sampling=state)
+
+
+@flax.struct.dataclass
+class ForwardOutput:
+    """Result of `forward`; rows of padding are unspecified."""
+
+    logits: Float[Array, "batch sequence vocab"]
+    hidden: Float[Array, "batch sequence hidden"]
+    """After the final norm."""
+    streams: Float[Array, "layers batch sequence streams hidden"] | None
+    """Residual streams entering each layer, before its Engram; None unless asked for."""
+
+
+def forward(
+    params: dict[str, Any],
+    tokens: Int[Array | np.ndarray, "batch sequence"],
+    *,
+    cfg: ModelConfig,
+    mask: Bool[Array | np.ndarray, "batch sequence"] | None = None,
+    image_mask: Bool[Array | np.ndarray, "batch sequence"] | None = None,
+    embeddings: Float[Array | np.ndarray, "batch sequence hidden"] | None = None,
+    numerics: Numerics = REFERENCE,
+    collect_streams: bool = False,
+) -> ForwardOutput:
+    """Whole sequences from position 0, every row through every layer; no state is kept.
+
+    Args:
+      mask: True for tokens, False for padding, which may stand on the right only.
+      image_mask: True inside image spans.
+      embeddings: replace the token embedding where `image_mask` is True.
+
+    Raises:
+      ValueError: token ids out of range, padding that is not on the right, image spans without embeddings, or params
+        without the Engram tables.
+    """
+    tokens = np.asarray(tokens, np.int32)
+    mask = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask, bool)
+    if tokens.ndim != 2 or mask.shape != tokens.shape:
+        raise ValueError(f"tokens {tokens.shape} and mask {mask.shape}: both must be [batch, sequence]")
+    if np.any(mask[:, 1:] & ~mask[:, :-1]):
+        raise ValueError("mask: padding must stand on the right of all tokens")
+    if np.any(mask & ((tokens < 0) | (tokens >= cfg.vocab_size))):
+        raise ValueError(f"tokens: every id must be in 0..{cfg.vocab_size - 1}")
+    if (image_mask is None) != (embeddings is None):
+        raise ValueError("image_mask and embeddings: give both or neither")
+    if "embed" not in params["layers"][cfg.engram_layer_ids[0]]["engram"]:
+        raise ValueError("params: forward needs the Engram tables on the device")
+    if image_mask is not None:
+        image_mask, embeddings = jnp.asarray(image_mask, bool), jnp.asarray(embeddings)
+    return _forward(
+        params, jnp.where(mask, tokens, 0), mask, image_mask, embeddings, cfg=cfg, numerics=numerics,
+        collect=collect_streams,
+    )  # fmt: skip
+
+
+@_step
+def _forward(params, tokens, mask, image_mask, embeddings, *, cfg, numerics, collect) -> ForwardOutput:
+    rows, length = tokens.shape
+    tile = min(_TILE, length)
+    padded = ceil_div(length, tile) * tile
+
+    def flat(x):
+        return jnp.pad(x, [(0, 0), (0, padded - length)] + [(0, 0)] * (x.ndim - 2)).reshape(-1, *x.shape[2:])
+
+    cache_cfg = CacheConfig(slots=rows, pages=rows * ceil_div(padded, CacheConfig.page_size))
+    pages = jnp.arange(cache_cfg.pages, dtype=jnp.int32).reshape(rows, -1)
+    zeros = jnp.zeros(rows, jnp.int32)
+    if image_mask is None:
+        image_mask, images = jnp.zeros_like(mask), jnp.zeros((0, cfg.hidden_size))
+    else:
+        # Image rows first, in the order of their tokens.
+        images = flat(embeddings)[jnp.argsort(~flat(image_mask), stable=True)]
+    batch = StepBatch(
+        tokens=flat(tokens),
+        image_mask=flat(image_mask),
+        image_embeddings=images,
+        slots=jnp.arange(rows, dtype=jnp.int32),
+        starts=zeros,
+        lengths=jnp.sum(mask, 1, dtype=jnp.int32),
+        offsets=jnp.arange(rows, dtype=jnp.int32) * padded,
+        page_table=pages,
+        history=jnp.full((rows, cfg.engram_max_ngram_size - 1), -1, jnp.int32),
+        write_starts=zeros,
+        encoder_floors=zeros,
+        decoder_floors=zeros,
+        sampling=sampling_params([], rows),
+        tile=tile,
+    )
+    model = merge(cfg, params)
+    out = model.text(batch, init_cache(cfg, cache_cfg, numerics), decode=False, numerics=numerics)
+
+    def unflat(x):
+        return x.reshape(rows, padded, *x.shape[1:])[:, :length]
+
+    return ForwardOutput(
+        logits=unflat(model.logits(out.hidden)),
+        hidden=unflat(out.hidden),
+        streams=jnp.stack([unflat(s) for s in out.streams]) if collect else None,
+    )

@@ -1,0 +1,1 @@
+"""Operations of the model that have accelerator kernels: one folder per operation, the reference beside the kernel."""

@@ -1,0 +1,187 @@
+"""Generates text from a checkpoint and streams it to the terminal.
+
+python scripts/generate.py --prompt "Once upon a time"
+python scripts/generate.py --model /path/to/checkpoint --chat "What is a latent?" --temperature 0.6 --seed 1
+python scripts/generate.py --messages conversation.json
+"""
+
+import importlib.resources
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from absl import app, flags, logging
+
+from dsv4jax.chat import ReplyParser, encode_chat
+from dsv4jax.checkpoint.engram_tables import HostEngramTables
+from dsv4jax.checkpoint.load import load_params
+from dsv4jax.config import ModelConfig
+from dsv4jax.generate import Generator
+from dsv4jax.numerics import FAST, REFERENCE
+from dsv4jax.sampling import RequestSampling
+from dsv4jax.tokenizer import StreamDecoder, Tokenizer
+
+_MODEL = flags.DEFINE_string("model", None, "Checkpoint directory. Default: the small embedded model (random weights).")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to continue as it stands; may be repeated.")
+_CHAT = flags.DEFINE_multi_string("chat", [], "User message of a new conversation; may be repeated.")
+_MESSAGES = flags.DEFINE_multi_string("messages", [], "JSON file with the messages of a conversation; may be repeated.")
+_THINKING = flags.DEFINE_bool("thinking", True, "Let chat replies begin with reasoning.")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "Tokens to generate per prompt.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0 = greedy.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "0 = no limit.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "1 = off.")
+_MIN_P = flags.DEFINE_float("min_p", 0.0, "0 = off.")
+_SEED = flags.DEFINE_integer("seed", None, "Default: a new one every run.")
+_NUMERICS = flags.DEFINE_enum("numerics", "reference", ["reference", "fast"], "Where to round.")
+_REPLAY = flags.DEFINE_enum(
+    "replay", "exact", ["exact", "bounded"], "Decoder layers over the prompt: all of it, or its end."
+)
+_ENGRAM = flags.DEFINE_enum("engram", "device", ["device", "host"], "Where the Engram tables live.")
+
+
+class _Completion:
+    """Text of a plain continuation."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray):
+        self._decoder = StreamDecoder(tokenizer)
+
+    def push(self, token: int) -> str:
+        return self._decoder.push([token])
+
+    def finish(self) -> str:
+        return self._decoder.finish()
+
+
+class _Reply:
+    """Text of a chat reply, the end of the reasoning marked by a line."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray):
+        self._parser = ReplyParser(tokenizer, prompt)
+        self._channel = None
+
+    def push(self, token: int) -> str:
+        return "" if self._parser.ended else self._text(self._parser.push([token]))
+
+    def finish(self) -> str:
+        return self._text(self._parser.finish())
+
+    def _text(self, deltas) -> str:
+        text = ""
+        for delta in deltas:
+            if delta.channel != self._channel:
+                text += {"reasoning": "[reasoning]\n", "content": "\n[answer]\n" if self._channel else ""}[
+                    delta.channel
+                ]
+                self._channel = delta.channel
+            text += delta.text
+        return text
+
+
+class _Screen:
+    """Streams the first unfinished text; the others wait their turn."""
+
+    def __init__(self, titles: list[str]):
+        self._titles, self._waiting, self._done = titles, [""] * len(titles), [False] * len(titles)
+        self._live = -1
+        self._advance()
+
+    def write(self, index: int, text: str, done: bool = False) -> None:
+        self._done[index] = done
+        if index == self._live:
+            print(text, end="", flush=True)
+            if done:
+                self._advance()
+        else:
+            self._waiting[index] += text
+
+    def _advance(self) -> None:
+        while (self._live < 0 or self._done[self._live]) and self._live + 1 < len(self._titles):
+            self._live += 1
+            print(f"{'' if self._live == 0 else chr(10)}--- {self._titles[self._live]}")
+            print(self._waiting[self._live], end="", flush=True)
+        if all(self._done):
+            print(flush=True)
+
+
+def _messages(path: str) -> list:
+    try:
+        messages = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--messages={path}: {error}") from error
+    if not isinstance(messages, list):
+        raise ValueError(f"--messages={path}: expected a JSON list of messages")
+    return messages
+
+
+def _run() -> None:
+    texts, chats = _PROMPT.value, [[{"role": "user", "content": text}] for text in _CHAT.value]
+    chats += [_messages(path) for path in _MESSAGES.value]
+    if not texts and not chats:
+        raise ValueError("nothing to do: give --prompt, --chat or --messages")
+    sampling = RequestSampling(
+        temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value, min_p=_MIN_P.value, seed=_SEED.value
+    )
+    model = Path(_MODEL.value) if _MODEL.value else importlib.resources.files("dsv4jax") / "default_model"
+    cfg = ModelConfig.from_checkpoint(model)
+    tokenizer = Tokenizer.from_checkpoint(model)
+    prompts = [tokenizer.encode(text) for text in texts]
+    prompts += [encode_chat(tokenizer, chat, thinking=_THINKING.value) for chat in chats]
+    titles = [repr(text) for text in texts] + [repr(chat[-1].get("content")) for chat in chats]
+    writers = [_Completion(tokenizer, p) for p in prompts[: len(texts)]]
+    writers += [_Reply(tokenizer, p) for p in prompts[len(texts) :]]
+    on_device = _ENGRAM.value == "device"
+
+    loading = time.perf_counter()
+    params = load_params(model, cfg, tables_on_device=on_device, progress=_MODEL.value is not None)
+    loaded = time.perf_counter()
+    generator = Generator(
+        params,
+        cfg,
+        prompts,
+        max_tokens=_MAX_TOKENS.value,
+        sampling=sampling,
+        stop_ids=[tokenizer.eos_id],
+        usable_ids=min(tokenizer.vocab_size, cfg.vocab_size),
+        numerics=FAST if _NUMERICS.value == "fast" else REFERENCE,
+        replay=_REPLAY.value,
+        tables=None if on_device else HostEngramTables(model, cfg),
+    )
+    screen = _Screen(titles)
+    left = [_MAX_TOKENS.value] * len(prompts)
+    first = None
+    for index, token, _ in generator.run():
+        first = first or time.perf_counter()
+        left[index] -= 1
+        end = token == tokenizer.eos_id
+        text = "" if end else writers[index].push(token)
+        done = end or left[index] == 0
+        screen.write(index, text + (writers[index].finish() if done else ""), done)
+
+    t = generator.timing
+    print(
+        f"\nprefill {_rate(t.prefill_tokens, t.prefill_seconds)}, decode {_rate(t.decode_tokens, t.decode_seconds)};"
+        f" {len(prompts)} prompts, {_NUMERICS.value} numerics, {_REPLAY.value} replay\n"
+        f"first token {first - loading:.1f} s after start of loading: loading {loaded - loading:.1f} s, compiling"
+        f" {t.compile_seconds:.1f} s",
+        file=sys.stderr,
+    )
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens} tokens in {seconds:.2f} s" + (f" ({tokens / seconds:.1f} tokens/s)" if seconds else "")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)
+    try:
+        _run()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    app.run(main)

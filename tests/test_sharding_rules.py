@@ -1,0 +1,66 @@
+"""Sharding rules: what a rule set does to the model's own declarations, and what it refuses."""
+
+import dataclasses
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from dsv4jax.config import ModelConfig
+from dsv4jax.params import abstract_params, named_leaves
+from sharding import ShardingRules, expert_parallel, make_mesh, sharding_for, single
+
+EIGHT = AbstractMesh((8,), ("expert",), axis_types=(AxisType.Explicit,))
+
+
+@pytest.fixture(scope="module")
+def released_specs():
+    return dict(named_leaves(abstract_params(ModelConfig(), tables_on_device=False)))
+
+
+@pytest.mark.parametrize("rules", [single(), expert_parallel()])
+def test_every_declared_axis_has_a_rule_and_experts_alone_are_sharded(released_specs, rules):
+    for name, spec in released_specs.items():
+        sharding = sharding_for(spec.axes, rules, EIGHT, name=name, shape=spec.shape)
+        expected = ["expert" if axis == "expert" and rules.expert else None for axis in spec.axes]
+        assert sharding.spec == PartitionSpec(*expected), name
+    if rules.expert:
+        spec = released_specs["layers.3.ffn.experts.*.w1.weight"]
+        sharding = sharding_for(spec.axes, rules, EIGHT, name="w1", shape=spec.shape)
+        assert sharding.shard_shape(spec.shape) == (48, 2304, 2560)
+
+
+def test_engram_rows_are_spread():
+    sharding = sharding_for(("engram_rows", None), expert_parallel(), EIGHT, name="table", shape=(16, 4))
+    assert sharding.spec == PartitionSpec("expert", None)
+
+
+def test_one_mesh_axis_for_two_dimensions_is_refused():
+    rules = dataclasses.replace(expert_parallel(), embed="expert")
+    with pytest.raises(ValueError, match=r"w1 with axes .*'expert' and 'embed'.*mesh axis 'expert'"):
+        sharding_for(("expert", None, "embed"), rules, EIGHT, name="w1", shape=(8, 3, 8))
+
+
+def test_uneven_dimension_is_refused_with_its_size_and_the_devices():
+    with pytest.raises(ValueError, match=r"w1: dimension 'expert' of size 12 .* 8 devices"):
+        sharding_for(("expert", None), expert_parallel(), EIGHT, name="w1", shape=(12, 4))
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules", "message"),
+    [
+        (("experts",), expert_parallel(), "w: logical axis 'experts' has no sharding rule"),
+        (("vocab",), ShardingRules(vocab="tensor"), "rule of 'vocab' names mesh axis 'tensor'"),
+    ],
+)
+def test_unknown_axes_are_refused(axes, rules, message):
+    with pytest.raises(ValueError, match=message):
+        sharding_for(axes, rules, EIGHT, name="w", shape=(8,))
+
+
+def test_mesh():
+    mesh = make_mesh(1, "rank")
+    assert dict(mesh.shape) == {"rank": 1}
+    assert mesh.devices.tolist() == jax.devices()[:1]
+    with pytest.raises(ValueError, match="mesh of 99 devices: allowed are 1 to"):
+        make_mesh(99)
