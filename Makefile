@@ -22,7 +22,7 @@ lint: $(VENV)/ready
 	$(VENV)/bin/ruff format --check .
 
 test: lint
-	$(RUN) -m pytest -q -n 2 --dist worksteal tests
+	$(RUN) -m pytest -q -n 2 --dist loadfile tests
 
 test-matrix:
 	@for pair in $(MATRIX); do \

@@ -4,6 +4,7 @@ Nothing else in the project parses `config.json`. Field names are those of its `
 values of the released DeepSeek-V4.1-Flash.
 """
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -173,10 +174,10 @@ class ModelConfig:
 
         values: dict[str, Any] = {"quantized": quantization is not None}
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            values[name] = _take(top, name, "config")
+            values[name] = _token_id(_take(top, name, "config"), name)
             if text.pop(name, values[name]) != values[name]:
                 raise ValueError(f"{name}: config and text_config disagree")
-        values["image_token_id"] = _take(top, "image_token_id", "config")
+        values["image_token_id"] = _token_id(_take(top, "image_token_id", "config"), "image_token_id")
         values["rope_scaling"] = _rope_scaling(_take(text, "rope_scaling", "text_config"), text)
         values["vision"] = _fill(VisionConfig, vision, "vision_config")
         for field in dataclasses.fields(cls):
@@ -197,7 +198,7 @@ class ModelConfig:
         top["vision_config"] = {"model_type": "deepseek_v41_vision", **dataclasses.asdict(self.vision)}
         if self.quantized:
             top["quantization_config"] = _FIXED_QUANTIZATION
-        return top
+        return copy.deepcopy(top)
 
     # Layer roles (architecture section 1.2).
 
@@ -259,7 +260,7 @@ def _check_fixed(section: dict[str, Any], fixed: dict[str, Any], where: str, opt
         if name not in section and name in optional:
             continue
         value = _take(section, name, where)
-        if value != allowed:
+        if value != allowed or type(value) is not type(allowed):
             raise ValueError(f"{where}.{name}: only {allowed!r} is supported, got {value!r}")
 
 
@@ -267,6 +268,12 @@ def _refuse_rest(section: dict[str, Any], where: str, ignored: set[str]) -> None
     unknown = sorted(set(section) - ignored)
     if unknown:
         raise ValueError(f"{where}: unknown fields {unknown}: this program would not act on them")
+
+
+def _token_id(value: Any, name: str) -> int:
+    if type(value) is not int:
+        raise ValueError(f"config.{name}: expected an integer, got {value!r}")
+    return value
 
 
 def _typed(field: dataclasses.Field, value: Any, where: str) -> Any:

@@ -148,7 +148,8 @@ def _encode_mxfp4(x: Array) -> tuple[Array, Array]:
     groups = _groups(x, BLOCK)
     amax = jnp.max(jnp.abs(groups), -1, keepdims=True)
     scale = _power_of_two_above(jnp.maximum(amax, 6 * 2.0**-126) * jnp.float32(1 / 6))
-    return e2m1_encode(groups, scale).reshape(x.shape), scale[..., 0]
+    # Scaled first, exactly: midpoint * scale would be subnormal, hence flushed to 0, where the group is all but zero.
+    return e2m1_encode(groups * _inverse(scale), jnp.ones_like(scale)).reshape(x.shape), scale[..., 0]
 
 
 def _encode_nvfp4(x: Array) -> tuple[Array, Array]:
@@ -204,7 +205,15 @@ def dequantize_blocks(
     block: tuple[int, int],
     dtype: DTypeLike,
 ) -> Float[Array, "... rows cols"]:
-    """element * 2^(byte-127), one scale per `block` = (rows, cols); edge blocks may be partial (section 5.4)."""
+    """element * 2^(byte-127), one scale per `block` = (rows, cols); edge blocks may be partial (section 5.4).
+
+    The factor of byte 0 is subnormal, which a CPU flushes to 0: it is applied as 2^-126 to half the element.
+    """
     rows, cols = elements.shape[-2:]
-    factor = jnp.repeat(jnp.repeat(e8m0_decode(scale), block[0], -2)[..., :rows, :], block[1], -1)[..., :cols]
-    return (elements.astype(jnp.float32) * factor).astype(dtype)
+    elements = elements.astype(jnp.float32)
+
+    def spread(per_block):
+        return jnp.repeat(jnp.repeat(per_block, block[0], -2)[..., :rows, :], block[1], -1)[..., :cols]
+
+    scale = spread(scale)
+    return (jnp.where(scale == 0, elements / 2, elements) * e8m0_decode(jnp.maximum(scale, 1))).astype(dtype)

@@ -34,6 +34,8 @@ _EXPERTS = flags.DEFINE_integer("experts", 384, "Routed experts per layer.")
 _ENGRAM = flags.DEFINE_integer("engram_vocab_size", 100_000, "Where the prime search for the Engram tables starts.")
 _DECODE = flags.DEFINE_multi_string("decode", ["1x4096", "8x4096", "64x4096", "8x32768"], "requests x context.")
 _PREFILL = flags.DEFINE_multi_integer("prefill", [512, 2048], "Tokens of one prompt per step.")
+_NUMERICS = flags.DEFINE_enum("numerics", "reference", ["reference", "fast"], "Where to round.")
+_COMPARE = flags.DEFINE_bool("compare", True, "Also compare prefill + decode with the whole-sequence run.")
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Timed calls per point.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
 
@@ -199,6 +201,7 @@ def main(argv: list[str]) -> None:
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
+        "numerics": _NUMERICS.value,
         "modes": [cfg.mode(i) for i in range(cfg.num_hidden_layers)],
         "experts": cfg.n_routed_experts,
         "parameter_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
@@ -208,26 +211,26 @@ def main(argv: list[str]) -> None:
         "prefill": [],
     }
     bandwidth = report["ceilings"]["read_write_bytes_per_second"]
-    for name, numerics in (("reference", REFERENCE), ("fast", FAST)):
-        report[f"prefill_decode_against_forward_{name}"] = compare_with_forward(params, cfg, numerics)
-        for point in _DECODE.value:
-            requests, context = map(int, point.split("x"))
-            seconds = time_decode(params, cfg, numerics, requests, context)
-            floor = decode_weight_bytes(cfg, requests) / bandwidth
-            report["decode"].append(
-                {
-                    "numerics": name, "requests": requests, "context": context, "milliseconds": seconds * 1e3,
-                    "weight_floor_milliseconds": floor * 1e3, "share_of_ceiling": floor / seconds,
-                }
-            )  # fmt: skip
-            print(report["decode"][-1], flush=True)
-        for tokens in _PREFILL.value:
-            for replay in ("exact", "bounded"):
-                seconds = time_prefill(params, cfg, numerics, tokens, replay)
-                report["prefill"].append(
-                    {"numerics": name, "tokens": tokens, "replay": replay, "milliseconds": seconds * 1e3}
-                )
-                print(report["prefill"][-1], flush=True)
+    numerics = FAST if _NUMERICS.value == "fast" else REFERENCE
+    if _COMPARE.value:
+        report["prefill_decode_against_forward"] = compare_with_forward(params, cfg, numerics)
+        print(report["prefill_decode_against_forward"], flush=True)
+    for point in _DECODE.value:
+        requests, context = map(int, point.split("x"))
+        seconds = time_decode(params, cfg, numerics, requests, context)
+        floor = decode_weight_bytes(cfg, requests) / bandwidth
+        report["decode"].append(
+            {
+                "requests": requests, "context": context, "milliseconds": seconds * 1e3,
+                "weight_floor_milliseconds": floor * 1e3, "share_of_ceiling": floor / seconds,
+            }
+        )  # fmt: skip
+        print(report["decode"][-1], flush=True)
+    for tokens in _PREFILL.value:
+        for replay in ("exact", "bounded"):
+            seconds = time_prefill(params, cfg, numerics, tokens, replay)
+            report["prefill"].append({"tokens": tokens, "replay": replay, "milliseconds": seconds * 1e3})
+            print(report["prefill"][-1], flush=True)
     Path(_OUTPUT.value).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

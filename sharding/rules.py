@@ -35,6 +35,10 @@ def expert_parallel(axis: str = EXPERT_AXIS) -> ShardingRules:
     return ShardingRules(expert=axis, engram_rows=axis)
 
 
+EXPERT_PARALLEL = expert_parallel()
+"""How parameters are spread over a mesh when nothing else is said."""
+
+
 def make_mesh(devices: int, axis: str = EXPERT_AXIS) -> Mesh:
     """A mesh of one axis over the first `devices` devices.
 

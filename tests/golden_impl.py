@@ -41,9 +41,7 @@ class Implementation:
         length = ids.shape[1]
         mask = np.ones(ids.shape, bool) if mask is None else mask.astype(bool)
         ids, mask = (np.pad(a, [(0, 0), (0, LENGTH - length)]) for a in (ids, mask))
-        out = forward(
-            self.params, ids, cfg=self.cfg, mask=mask, numerics=self.numerics, collect_streams=True
-        )  # fmt: skip
+        out = forward(self.params, ids, cfg=self.cfg, mask=mask, numerics=self.numerics, collect_streams=True)
         return {
             "logits": np.asarray(out.logits[:, :length], np.float32),
             "streams": np.asarray(out.streams[:, :, :length], np.float32),

@@ -104,7 +104,7 @@ def test_sinkhorn_matches_float64(logits, iterations):
 @given(matrices(1))
 def test_twenty_iterations_make_rows_and_columns_sum_to_one(logits):
     c = np.asarray(jitted_sinkhorn(logits, 20, EPS), np.float64)
-    np.testing.assert_allclose(c.sum(-2), 1, atol=1e-5)
+    np.testing.assert_allclose(c.sum(-2), 1 - EPS, atol=4e-7)  # the last step: S / (S + eps)
     np.testing.assert_allclose(c.sum(-1), 1, atol=1e-5)
     assert (c > 0).all()
 

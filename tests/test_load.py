@@ -18,7 +18,6 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.engram_hash import DEAD
 from dsv4jax.params import abstract_params, checkpoint_inventory, named_leaves
 from dsv4jax.weights import DenseWeight, Fp8Weight, Mxfp4Weight, dequantize
-from sharding import single
 
 WEIGHTS = (DenseWeight, Fp8Weight, Mxfp4Weight)
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
@@ -235,12 +234,6 @@ def test_stream_gives_the_leaves_of_load(golden):
     assert set(loaded) - set(without) == {f"layers.{i}.engram.embed.{k}" for i in (1, 5) for k in ("weight", "scale")}
 
 
-def test_mesh_and_rules_go_together(golden):
-    path = golden["tiny_a", "checkpoint_quantized"]
-    with pytest.raises(ValueError, match="mesh and rules"):
-        load_params(path, ModelConfig.from_checkpoint(path), rules=single(), progress=False)
-
-
 def test_sharded_load_places_every_part(golden):
     run_python(
         """
@@ -262,7 +255,7 @@ for rules in (expert_parallel(), single()):
     assert not split if rules == single() else {
         "layers.5.ffn.experts.*.w1.weight", "mtp.0.ffn.experts.*.w2.scale", "layers.1.engram.embed.weight"} <= split
 try:
-    load_params(path, cfg, make_mesh(8), rules=expert_parallel(), progress=False)
+    load_params(path, cfg, make_mesh(8), progress=False)
 except ValueError as error:
     assert "layers.1.engram.embed" in str(error) and "of size 1362 does not divide over the 8" in str(error), error
 else:

@@ -18,7 +18,7 @@ from dsv4jax.engram_hash import DEAD
 from dsv4jax.params import Params, abstract_params, checkpoint_inventory, named_leaves, tensor_names
 from dsv4jax.tokenizer import Tokenizer, check_engram_token_map, engram_token_map
 from dsv4jax.weights import ArraySpec
-from sharding import ShardingRules
+from sharding import EXPERT_PARALLEL, ShardingRules
 
 
 def load_params(
@@ -26,11 +26,11 @@ def load_params(
     cfg: ModelConfig,
     mesh: Mesh | None = None,
     *,
-    rules: ShardingRules | None = None,
+    rules: ShardingRules = EXPERT_PARALLEL,
     tables_on_device: bool = True,
     progress: bool = True,
 ) -> Params:
-    """The parameters of a checkpoint directory on the default device, or sharded by `rules` over `mesh`.
+    """The parameters of a checkpoint directory on the default device, spread by `rules` over `mesh`.
 
     Each device's part is read from the mapped files alone. Host memory beyond the parameters is that of
     `placement.LEAVES_IN_FLIGHT` leaves. With `tables_on_device=False` the Engram tables are checked but not loaded:

@@ -23,15 +23,13 @@ LEAVES_IN_FLIGHT = 4
 """Leaves that are being read and transferred at the same time."""
 
 
-def leaf_shardings(abstract: Params, mesh: Mesh | None, rules: ShardingRules | None) -> dict[str, Sharding]:
+def leaf_shardings(abstract: Params, mesh: Mesh | None, rules: ShardingRules) -> dict[str, Sharding]:
     """The sharding of every leaf; all on the default device when `mesh` is None.
 
     Raises:
-      ValueError: only one of `mesh` and `rules` is given, or a leaf cannot be sharded by `rules` (see `sharding_for`).
+      ValueError: a leaf cannot be sharded by `rules` (see `sharding_for`).
     """
-    if (mesh is None) != (rules is None):
-        raise ValueError("mesh and rules: give both or neither")
-    if mesh is None or rules is None:
+    if mesh is None:
         # The default device as JAX sees it in this thread, whichever way it was set.
         (device,) = jnp.zeros((), jnp.int8).devices()
         return {name: SingleDeviceSharding(device) for name, _ in named_leaves(abstract)}

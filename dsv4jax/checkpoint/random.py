@@ -24,7 +24,7 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.params import Params, TensorInfo, abstract_params, checkpoint_inventory, named_leaves, tensor_names
 from dsv4jax.quant import BLOCK
 from dsv4jax.weights import STORED_DTYPES, ArraySpec
-from sharding import ShardingRules
+from sharding import EXPERT_PARALLEL, ShardingRules
 
 _CHUNK = 1 << 16  # numbers at a time: their temporaries stay in cache
 _GAINS = (-1, 0, 1)
@@ -57,7 +57,7 @@ def random_params(
     seed: int,
     mesh: Mesh | None = None,
     *,
-    rules: ShardingRules | None = None,
+    rules: ShardingRules = EXPERT_PARALLEL,
     tables_on_device: bool = True,
     token_map: Int32[np.ndarray, " vocab"] | None = None,
     progress: bool = False,

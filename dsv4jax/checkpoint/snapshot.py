@@ -22,7 +22,7 @@ from dsv4jax.checkpoint.values import convert_exactly
 from dsv4jax.config import ModelConfig
 from dsv4jax.params import Params, abstract_params, checkpoint_inventory, named_leaves, tensor_names
 from dsv4jax.weights import STORED_DTYPES, ArraySpec
-from sharding import ShardingRules
+from sharding import EXPERT_PARALLEL, ShardingRules
 
 _PARAMS = "params"
 _GROUP_BYTES = 4 << 30
@@ -61,7 +61,7 @@ def load_snapshot(
     cfg: ModelConfig,
     mesh: Mesh | None = None,
     *,
-    rules: ShardingRules | None = None,
+    rules: ShardingRules = EXPERT_PARALLEL,
     tables_on_device: bool = True,
 ) -> Params:
     """The parameters of a snapshot on the default device, or sharded by `rules` over `mesh`, bit for bit.

@@ -26,7 +26,9 @@ def frequencies(cfg: ModelConfig, compressed: bool) -> np.ndarray:
     """fp32 frequency of each pair: plain `rope_theta`, or `compress_rope_theta` with YaRN for compressed layers."""
     dim = cfg.qk_rope_head_dim
     theta = cfg.compress_rope_theta if compressed else cfg.rope_theta
-    plain = (1.0 / np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / dim)).astype(np.float32)
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    # fp32 powers of numpy are not correctly rounded; one unit in the last place turns by 0.03 rad at position 10^6.
+    plain = np.float32(1) / (np.float64(theta) ** exponents.astype(np.float64)).astype(np.float32)
     if not compressed:
         return plain
     scaling = cfg.rope_scaling
