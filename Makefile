@@ -25,14 +25,13 @@ test: lint
 	$(RUN) -m pytest -q -n 2 --dist loadfile tests
 
 test-matrix:
-	@for pair in $(MATRIX); do \
-	  python=$$(command -v python$${pair%%:*} || ls $(HOME)/.pyenv/versions/$${pair%%:*}.*/bin/python 2>/dev/null | tail -n 1); \
-	  if [ -z "$$python" ] || ! $$python -c "" 2>/dev/null; then \
-	    python=$$(ls $(HOME)/.pyenv/versions/$${pair%%:*}.*/bin/python 2>/dev/null | tail -n 1); fi; \
+	@tested=; for pair in $(MATRIX); do \
+	  python=; for candidate in python$${pair%%:*} $(HOME)/.pyenv/versions/$${pair%%:*}.*/bin/python; do \
+	    if $$candidate -c "" 2>/dev/null; then python=$$candidate; fi; done; \
 	  if [ -z "$$python" ]; then echo "== Python $${pair%%:*}: not found, not tested"; continue; fi; \
 	  echo "== Python $${pair%%:*}, JAX $${pair##*:}"; \
-	  $(MAKE) test PYTHON=$$python VENV=.venv-$${pair%%:*} JAX="jax==$${pair##*:}" || exit 1; \
-	done
+	  $(MAKE) test PYTHON=$$python VENV=.venv-$${pair%%:*} JAX="jax==$${pair##*:}" || exit 1; tested=yes; \
+	done; test -n "$$tested"
 
 format: $(VENV)/ready
 	$(VENV)/bin/ruff check --fix .

@@ -105,11 +105,6 @@ class Cache:
         """Slots; any larger slot number marks a padded row."""
         return self.ngram_ids.shape[0]
 
-    @property
-    def num_pages(self) -> int:
-        """Pages; any larger page number marks an unused place of a page table."""
-        return self.entries[0].shape[0]
-
 
 def init_cache(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics = REFERENCE) -> Cache:
     """An empty cache on the default device."""

@@ -357,6 +357,8 @@ def _check_consistency(c: ModelConfig) -> None:
             f"must be the last KV source, {sources[-1]}")  # fmt: skip
     require(len(c.engram_num_embeddings) == len(c.engram_layer_ids), "engram_num_embeddings",
             "needs one row count per Engram layer")  # fmt: skip
+    require(c.engram_layer_ids[-1] <= sources[-1], "engram_layer_ids",
+            f"must not lie above the last KV source, {sources[-1]}")  # fmt: skip
     require(2 <= c.engram_max_ngram_size <= 4, "engram_max_ngram_size", "must be 2, 3 or 4")
     require(c.num_attention_heads % c.o_groups == 0, "o_groups", "must divide num_attention_heads")
     require(c.num_experts_per_tok <= c.n_routed_experts, "num_experts_per_tok", "exceeds n_routed_experts")

@@ -19,6 +19,7 @@ from dsv4jax.batch import (
     StepBatch,
     decode_batch,
     prefill_batch,
+    token_ids,
     with_engram_rows,
 )
 from dsv4jax.cache import CacheConfig, init_cache
@@ -73,15 +74,23 @@ class Generator:
           stop_ids: a request ends after generating one of these.
           usable_ids: ids from here on are never generated (a vocabulary padded beyond the tokenizer).
           tables: Engram tables on the host, for params without them.
-          chunk: tokens per prefill step.
+          chunk: tokens per prefill step, a multiple of 16.
 
         Raises:
-          ValueError: no prompt, an empty prompt, ids out of range, or prompt + max_tokens over the model's context.
+          ValueError: no prompt, an empty prompt, ids out of range, prompt + max_tokens over the model's context,
+            another argument out of range, or params without Engram tables and no tables.
         """
         if not prompts:
             raise ValueError("prompts: at least one is needed")
         if max_tokens < 1:
             raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
+        if chunk < 1 or chunk % _TILE:
+            raise ValueError(f"chunk = {chunk}: must be a positive multiple of {_TILE}")
+        if usable_ids is not None and not 1 <= usable_ids <= cfg.vocab_size:
+            raise ValueError(f"usable_ids = {usable_ids}: must be in 1..{cfg.vocab_size}, the vocabulary")
+        if tables is None and "embed" not in params["layers"][cfg.engram_layer_ids[0]]["engram"]:
+            raise ValueError("tables: params hold no Engram tables, so they are needed")
+        prompts = [token_ids(prompt, cfg.vocab_size, f"prompt {i}") for i, prompt in enumerate(prompts)]
         for i, prompt in enumerate(prompts):
             if len(prompt) == 0:
                 raise ValueError(f"prompt {i} is empty: at least one token is needed")
@@ -92,7 +101,7 @@ class Generator:
                 )
         self.timing = Timing()
         self._params, self._cfg, self._numerics, self._tables = params, cfg, numerics, tables
-        self._prompts, self._max_tokens, self._stop_ids = list(prompts), max_tokens, frozenset(stop_ids)
+        self._prompts, self._max_tokens, self._stop_ids = prompts, max_tokens, frozenset(stop_ids)
         self._usable_ids = usable_ids
         # Without a seed of its own a request would draw a new one in every step.
         seed = int(np.random.default_rng().integers(2**62)) if sampling.seed is None else sampling.seed
@@ -104,24 +113,29 @@ class Generator:
         self._cache_cfg = CacheConfig(slots=len(prompts), pages=int(ends[-1]), page_size=page_size)
         padded = sum(ceil_div(len(p), _TILE) * _TILE for p in prompts)
         self._prefill = PrefillBucket(
-            tokens=min(padded, max(_TILE, chunk // _TILE * _TILE)),
+            tokens=min(padded, chunk),
             requests=len(prompts),
             pages=max(pages),
             tile=_TILE,
             replay=replay,
         )
         self._decode = DecodeBucket(requests=len(prompts), pages=max(pages))
-        self._shapes = {"slots": len(prompts), "page_size": page_size}
-        # Both bad ids and a batch that does not fit show here, before anything runs.
-        self._first = self._prefill_round([0] * len(prompts))
 
     def run(self) -> Iterator[tuple[int, int, float]]:
-        """Yields (request, token id, log-probability) as tokens arrive, requests interleaved."""
+        """Yields (request, token id, log-probability) as tokens arrive, requests interleaved.
+
+        Raises:
+          RuntimeError: called a second time.
+        """
+        if self.timing.compile_seconds:
+            raise RuntimeError("run: a Generator runs once")
         cache = init_cache(self._cfg, self._cache_cfg, self._numerics)
+        done = [0] * len(self._prompts)
         started = time.perf_counter()
         with ThreadPoolExecutor(1) as background:
+            # Both programs are compiled at once; the first token does not wait for the second.
             decode_program = background.submit(self._compile, decode_step, cache, self._decode_round({}))
-            prefill_program = self._compile(prefill_step, cache, self._first[0])
+            prefill_program = self._compile(prefill_step, cache, self._prefill_round(done)[0])
             self.timing.compile_seconds = time.perf_counter() - started
             for slot, prompt in enumerate(self._prompts):
                 mask, bias = request_rows(prompt, {}, self._cfg.vocab_size)
@@ -129,8 +143,7 @@ class Generator:
                     bias[self._usable_ids :] = -np.inf
                 cache = start_request(cache, np.int32(slot), mask, bias, np.int32(len(prompt)))
 
-            done = [0] * len(self._prompts)
-            newest: dict[int, int] = {}
+            outputs: dict[int, list[int]] = {}
             while any(n < len(p) for n, p in zip(done, self._prompts, strict=True)):
                 batch, chunks = self._prefill_round(done)
                 begin = time.perf_counter()
@@ -141,30 +154,25 @@ class Generator:
                     self.timing.prefill_tokens += chunk.end - chunk.start
                     done[chunk.slot] = chunk.end
                     if chunk.end == len(chunk.prompt):
-                        newest[chunk.slot] = int(tokens[row, 0])
-                        yield chunk.slot, newest[chunk.slot], float(logprobs[row, 0])
+                        outputs[chunk.slot] = [int(tokens[row, 0])]
+                        yield chunk.slot, outputs[chunk.slot][-1], float(logprobs[row, 0])
 
             begin = time.perf_counter()
             decode_program = decode_program.result()
             self.timing.compile_seconds += time.perf_counter() - begin
-        output_ids = {slot: [token] for slot, token in newest.items()}
-        while True:
-            active = {
-                slot: ids
-                for slot, ids in output_ids.items()
-                if ids[-1] not in self._stop_ids and len(ids) < self._max_tokens
-            }
-            if not active:
-                return
+        while active := {slot: ids for slot, ids in outputs.items() if self._goes_on(ids)}:
             batch = self._decode_round(active)
             begin = time.perf_counter()
             cache, output = decode_program(self._params, cache, batch)
             tokens, logprobs = jax.device_get((output.tokens, output.logprobs))
             self.timing.decode_seconds += time.perf_counter() - begin
             self.timing.decode_tokens += len(active)
-            for row, slot in enumerate(active):
-                output_ids[slot].append(int(tokens[row, 0]))
-                yield slot, output_ids[slot][-1], float(logprobs[row, 0])
+            for row, (slot, ids) in enumerate(active.items()):
+                ids.append(int(tokens[row, 0]))
+                yield slot, ids[-1], float(logprobs[row, 0])
+
+    def _goes_on(self, ids: Sequence[int]) -> bool:
+        return ids[-1] not in self._stop_ids and len(ids) < self._max_tokens
 
     def _compile(self, step, cache, batch):
         return step.lower(self._params, cache, batch, cfg=self._cfg, numerics=self._numerics).compile()
@@ -177,7 +185,7 @@ class Generator:
             if start < end:
                 chunks.append(PrefillChunk(prompt, start, end, slot, self._pages[slot], sampling=self._sampling[slot]))
                 space -= ceil_div(end - start, _TILE) * _TILE
-        batch = prefill_batch(self._cfg, chunks, self._prefill, **self._shapes)
+        batch = prefill_batch(self._cfg, self._cache_cfg, chunks, self._prefill)
         return self._with_rows(batch), chunks
 
     def _decode_round(self, outputs: dict[int, list[int]]) -> StepBatch:
@@ -185,9 +193,10 @@ class Generator:
         for slot, ids in outputs.items():
             prompt = self._prompts[slot]
             start = len(prompt) + len(ids) - 1
-            before = np.concatenate([prompt[-_TILE:], np.int32(ids[:-1])])[::-1]
+            lookback = self._cfg.engram_max_ngram_size - 1
+            before = [*prompt[-lookback:], *ids[-lookback - 1 : -1]][::-1]
             requests.append(DecodeTokens(ids[-1:], start, slot, self._pages[slot], self._sampling[slot], before))
-        return self._with_rows(decode_batch(self._cfg, requests, self._decode, **self._shapes))
+        return self._with_rows(decode_batch(self._cfg, self._cache_cfg, requests, self._decode))
 
     def _with_rows(self, batch: StepBatch) -> StepBatch:
         if self._tables is None:

@@ -47,13 +47,15 @@ class StepOutput:
     logprobs: Float[Array, "requests tokens"]
     """Natural log-probability of it under the model's own distribution."""
     top_tokens: Int32[Array, "requests tokens 20"]
+    """Most probable tokens and, next, their log-probabilities: as many as the request asked for, then 0."""
     top_logprobs: Float[Array, "requests tokens 20"]
     logits: Float[Array, "requests tokens vocab"]
     """Raw fp32 logits."""
     expert_load: Int[Array, "layers experts"]
     """Tokens routed to each expert, padding excluded."""
     selections: tuple[Int32[Array, "rows topk"], ...]
-    """With `collect=True`: entries selected by each index source per token; otherwise ()."""
+    """With `collect=True`: entries selected by each index source per token, in the decoder half of a bounded replay per
+    token of the prompts' tails; otherwise ()."""
 
 
 @functools.partial(_step, donate_argnames="cache")
@@ -70,7 +72,7 @@ def prefill_step(
 
     Args:
       params: as `load_params` returns them.
-      cache: donated. `begin_request` must have been called for each request's slot before its first chunk.
+      cache: donated. `start_request` must have been called for each request's slot before its first chunk.
       batch: from `prefill_batch`.
       collect: return the selected entries.
     """
@@ -189,10 +191,14 @@ def forward(
       ValueError: token ids out of range, padding that is not on the right, image spans without embeddings, or params
         without the Engram tables.
     """
-    tokens = np.asarray(tokens, np.int32)
+    tokens = np.asarray(tokens)
     mask = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask, bool)
-    if tokens.ndim != 2 or mask.shape != tokens.shape:
-        raise ValueError(f"tokens {tokens.shape} and mask {mask.shape}: both must be [batch, sequence]")
+    if tokens.ndim != 2 or tokens.size == 0 or mask.shape != tokens.shape:
+        raise ValueError(f"tokens {tokens.shape} and mask {mask.shape}: both must be [batch, sequence], not empty")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"tokens: must be integers, got {tokens.dtype}")
+    if tokens.shape[1] > cfg.max_position_embeddings:
+        raise ValueError(f"tokens: {tokens.shape[1]} exceed the model's context of {cfg.max_position_embeddings}")
     if np.any(mask[:, 1:] & ~mask[:, :-1]):
         raise ValueError("mask: padding must stand on the right of all tokens")
     if np.any(mask & ((tokens < 0) | (tokens >= cfg.vocab_size))):
@@ -203,8 +209,13 @@ def forward(
         raise ValueError("params: forward needs the Engram tables on the device")
     if image_mask is not None:
         image_mask, embeddings = jnp.asarray(image_mask, bool), jnp.asarray(embeddings)
+        if image_mask.shape != tokens.shape or embeddings.shape != (*tokens.shape, cfg.hidden_size):
+            raise ValueError(
+                f"image_mask {image_mask.shape} and embeddings {embeddings.shape}: must be {tokens.shape} and"
+                f" {(*tokens.shape, cfg.hidden_size)}"
+            )
     return _forward(
-        params, jnp.where(mask, tokens, 0), mask, image_mask, embeddings, cfg=cfg, numerics=numerics,
+        params, np.where(mask, tokens, 0).astype(np.int32), mask, image_mask, embeddings, cfg=cfg, numerics=numerics,
         collect=collect_streams,
     )  # fmt: skip
 
@@ -240,6 +251,8 @@ def _forward(params, tokens, mask, image_mask, embeddings, *, cfg, numerics, col
         encoder_floors=zeros,
         decoder_floors=zeros,
         sampling=sampling_params([], rows),
+        num_slots=rows,
+        page_size=cache_cfg.page_size,
         tile=tile,
     )
     model = merge(cfg, params)

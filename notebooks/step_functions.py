@@ -82,7 +82,6 @@ print(
 
 # %%
 greedy = RequestSampling(temperature=0.0)
-shapes = {"slots": cache_cfg.slots, "page_size": cache_cfg.page_size}
 bucket = PrefillBucket(tokens=192, requests=1, pages=6)
 
 mask, bias = request_rows(prompt, {}, cfg.vocab_size)
@@ -90,7 +89,7 @@ cache = start_request(cache, np.int32(slot), mask, bias, np.int32(len(prompt)))
 middle = len(prompt) // 2
 for start, end in ((0, middle), (middle, len(prompt))):
     chunk = PrefillChunk(prompt, start, end, slot, pages, sampling=greedy)
-    batch = prefill_batch(cfg, [chunk], bucket, **shapes)
+    batch = prefill_batch(cfg, cache_cfg, [chunk], bucket)
     cache, prefilled = prefill_step(params, cache, batch, cfg=cfg, collect=True)
 tokenizer.token(int(prefilled.tokens[0, 0]))
 
@@ -105,12 +104,12 @@ bucket = DecodeBucket(requests=1, pages=6, tokens_per_request=6)
 tokens = [int(prefilled.tokens[0, 0])]
 for _ in range(12):
     newest = DecodeTokens(tokens[-1:], len(prompt) + len(tokens) - 1, slot, pages, greedy)
-    cache, output = decode_step(params, cache, decode_batch(cfg, [newest], bucket, **shapes), cfg=cfg)
+    cache, output = decode_step(params, cache, decode_batch(cfg, cache_cfg, [newest], bucket), cfg=cfg)
     tokens.append(int(output.tokens[0, 0]))
 
 start = len(prompt) + len(tokens) - 7
 again = DecodeTokens(tokens[-7:-1], start, slot, pages, greedy)
-cache, output = decode_step(params, cache, decode_batch(cfg, [again], bucket, **shapes), cfg=cfg)
+cache, output = decode_step(params, cache, decode_batch(cfg, cache_cfg, [again], bucket), cfg=cfg)
 assert output.tokens[0].tolist() == tokens[-6:]
 tokenizer.decode(tokens)
 

@@ -134,7 +134,7 @@ def time_decode(params, cfg: ModelConfig, numerics: Numerics, requests: int, con
     cache_cfg = CacheConfig(slots=requests, pages=pages * requests, page_size=_PAGE)
     cache = random_cache(cfg, cache_cfg, numerics)
     tokens = [DecodeTokens([17 + i], context, i, range(i * pages, (i + 1) * pages), _GREEDY) for i in range(requests)]
-    batch = decode_batch(cfg, tokens, DecodeBucket(requests, pages), slots=requests, page_size=_PAGE)
+    batch = decode_batch(cfg, cache_cfg, tokens, DecodeBucket(requests, pages))
     batch = jax.device_put(batch)
     state = [cache]
 
@@ -148,12 +148,12 @@ def time_decode(params, cfg: ModelConfig, numerics: Numerics, requests: int, con
 def time_prefill(params, cfg: ModelConfig, numerics: Numerics, tokens: int, replay: str) -> float:
     """Seconds of one prefill step of a whole prompt."""
     pages = ceil_div(tokens, _PAGE)
-    cache = init_cache(cfg, CacheConfig(slots=1, pages=pages, page_size=_PAGE), numerics)
+    cache_cfg = CacheConfig(slots=1, pages=pages, page_size=_PAGE)
+    cache = init_cache(cfg, cache_cfg, numerics)
     prompt = np.random.default_rng(0).integers(3, cfg.vocab_size, tokens).astype(np.int32)
     bucket = PrefillBucket(tokens, 1, pages, tile=64, replay=replay)
-    batch = prefill_batch(
-        cfg, [PrefillChunk(prompt, 0, tokens, 0, range(pages), sampling=_GREEDY)], bucket, slots=1, page_size=_PAGE
-    )
+    chunk = PrefillChunk(prompt, 0, tokens, 0, range(pages), sampling=_GREEDY)
+    batch = prefill_batch(cfg, cache_cfg, [chunk], bucket)
     batch = jax.device_put(batch)
     state = [cache]
 
@@ -169,16 +169,17 @@ def compare_with_forward(params, cfg: ModelConfig, numerics: Numerics, length: i
     tokens = np.random.default_rng(1).integers(3, cfg.vocab_size, length).astype(np.int32)
     whole = np.asarray(forward(params, tokens[None], cfg=cfg, numerics=numerics).logits[0, length - 9 :])
     pages, prompt = ceil_div(length, _PAGE), tokens[: length - 8]
-    cache = init_cache(cfg, CacheConfig(slots=1, pages=pages, page_size=_PAGE), numerics)
+    cache_cfg = CacheConfig(slots=1, pages=pages, page_size=_PAGE)
+    cache = init_cache(cfg, cache_cfg, numerics)
     bucket, rows = PrefillBucket(512, 1, pages, tile=64), []
     for start, end in ((0, 333), (333, length - 8)):
         chunk = PrefillChunk(prompt, start, end, 0, range(pages), sampling=_GREEDY)
-        batch = prefill_batch(cfg, [chunk], bucket, slots=1, page_size=_PAGE)
+        batch = prefill_batch(cfg, cache_cfg, [chunk], bucket)
         cache, output = prefill_step(params, cache, batch, cfg=cfg, numerics=numerics)
     rows.append(np.asarray(output.logits[0, 0]))
     for p in range(length - 8, length):
         newest = DecodeTokens([int(tokens[p])], p, 0, range(pages), _GREEDY)
-        batch = decode_batch(cfg, [newest], DecodeBucket(1, pages), slots=1, page_size=_PAGE)
+        batch = decode_batch(cfg, cache_cfg, [newest], DecodeBucket(1, pages))
         cache, output = decode_step(params, cache, batch, cfg=cfg, numerics=numerics)
         rows.append(np.asarray(output.logits[0, 0]))
     difference = np.linalg.norm(np.stack(rows) - whole, axis=-1) / np.linalg.norm(whole, axis=-1)

@@ -26,7 +26,7 @@ LENGTH = 192
 PAGES = LENGTH // CacheConfig.page_size
 PREFILL = PrefillBucket(tokens=LENGTH, requests=1, pages=PAGES)
 DECODE = DecodeBucket(requests=1, pages=PAGES)
-PLACE = {"slots": 1, "page_size": CacheConfig.page_size}
+CACHE = CacheConfig(slots=1, pages=PAGES)
 
 
 class Implementation:
@@ -52,13 +52,13 @@ class Implementation:
         prompt, cfg, pages = ids[0], self.cfg, range(PAGES)
         static = {"cfg": cfg, "numerics": self.numerics}
         logits = np.full((len(prompt), cfg.vocab_size), np.nan, np.float32)
-        cache = init_cache(cfg, CacheConfig(slots=1, pages=PAGES), self.numerics)
+        cache = init_cache(cfg, CACHE, self.numerics)
         chunk = PrefillChunk(prompt[:prefill], 0, prefill, slot=0, pages=pages)
-        cache, out = prefill_step(self.params, cache, prefill_batch(cfg, [chunk], PREFILL, **PLACE), **static)
+        cache, out = prefill_step(self.params, cache, prefill_batch(cfg, CACHE, [chunk], PREFILL), **static)
         logits[prefill - 1] = out.logits[0, 0]
         for position in range(prefill, len(prompt)):
             token = DecodeTokens([int(prompt[position])], position, slot=0, pages=pages)
-            cache, out = decode_step(self.params, cache, decode_batch(cfg, [token], DECODE, **PLACE), **static)
+            cache, out = decode_step(self.params, cache, decode_batch(cfg, CACHE, [token], DECODE), **static)
             logits[position] = out.logits[0, 0]
         return logits
 

@@ -45,8 +45,8 @@ class Server:
     ):
         self.cfg, self.params, self.numerics, self.tables = cfg, params, numerics, tables
         self.prefill_bucket, self.decode_bucket = prefill, decode
-        self.shapes = {"slots": slots, "page_size": page_size}
-        self.cache = init_cache(cfg, CacheConfig(slots=slots, pages=pages, page_size=page_size), numerics)
+        self.cache_cfg = CacheConfig(slots=slots, pages=pages, page_size=page_size)
+        self.cache = init_cache(cfg, self.cache_cfg, numerics)
         if poison:
             self.cache = poisoned(self.cache)
 
@@ -76,7 +76,7 @@ class Server:
                     image_embeddings=images,
                 )
             )
-        batch = self.rows(prefill_batch(self.cfg, chunks, self.prefill_bucket, **self.shapes))
+        batch = self.rows(prefill_batch(self.cfg, self.cache_cfg, chunks, self.prefill_bucket))
         self.cache, output = prefill_step(
             self.params, self.cache, batch, cfg=self.cfg, numerics=self.numerics, collect=collect
         )
@@ -87,7 +87,7 @@ class Server:
         requests = [
             DecodeTokens(list(tokens), start, r.slot, r.pages, r.sampling, history) for r, start, tokens in parts
         ]
-        batch = self.rows(decode_batch(self.cfg, requests, self.decode_bucket, **self.shapes))
+        batch = self.rows(decode_batch(self.cfg, self.cache_cfg, requests, self.decode_bucket))
         self.cache, output = decode_step(self.params, self.cache, batch, cfg=self.cfg, numerics=self.numerics)
         return output
 

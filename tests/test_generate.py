@@ -72,6 +72,9 @@ def test_seeds_and_usable_ids():
         ([np.zeros(1 << 20, np.int32)], {}, r"prompt 0 has 1048576 tokens.*context of 1048576"),
         ([PROMPTS[0]], {"max_tokens": 0}, "max_tokens = 0"),
         ([np.array([1, 512], np.int32)], {}, r"token id 512 is not in 0\.\.511"),
+        ([PROMPTS[0], np.append(PROMPTS[0], 600)], {"chunk": 32}, "prompt 1: token id 600"),
+        ([PROMPTS[0]], {"chunk": 20}, "chunk = 20: must be a positive multiple of 16"),
+        ([PROMPTS[0]], {"usable_ids": 0}, "usable_ids = 0"),
     ],
 )
 def test_bad_requests_are_refused(prompts, change, message):

@@ -1,5 +1,6 @@
 """Single functions against an independent implementation, at released constants, and the vectors of section 12."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ from golden_impl import candidate_mask, ngrams
 
 from dsv4jax import quant
 from dsv4jax.batch import PrefillBucket, PrefillChunk, prefill_batch
+from dsv4jax.cache import CacheConfig
 from dsv4jax.config import ModelConfig
 from dsv4jax.engram_hash import DEAD, hash_constants, rows_on_device, rows_on_host
 from dsv4jax.model.compressor import Compressor
@@ -186,7 +188,7 @@ def _one_sequence(length):
     """Layout of one sequence from position 0."""
     chunk = PrefillChunk(np.zeros(length, np.int32), 0, length, slot=0, pages=[0])
     bucket = PrefillBucket(tokens=length, requests=1, pages=1, tile=length)
-    return full_layout(prefill_batch(RELEASED, [chunk], bucket, slots=1, page_size=64), num_slots=1)
+    return full_layout(jax.tree.map(jnp.asarray, prefill_batch(RELEASED, CacheConfig(1, 1), [chunk], bucket)))
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(3, 4), (2, 5), (1, 4), (9, 3)])

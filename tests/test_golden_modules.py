@@ -66,8 +66,9 @@ def sequence(g: Golden):
     """Layout and windows of `ids_modules`, one tile from position 0."""
     ids = g.data("inputs")["ids_modules"][0]
     bucket = PrefillBucket(tokens=len(ids), requests=1, pages=1, tile=len(ids))
-    batch = prefill_batch(g.cfg, [PrefillChunk(ids, 0, len(ids), slot=0, pages=[0])], bucket, slots=1, page_size=64)
-    layout = full_layout(jax.tree.map(jnp.asarray, batch), num_slots=1)
+    chunk = PrefillChunk(ids, 0, len(ids), slot=0, pages=[0])
+    batch = prefill_batch(g.cfg, CacheConfig(slots=1, pages=1), [chunk], bucket)
+    layout = full_layout(jax.tree.map(jnp.asarray, batch))
     return layout, tile_windows(layout, g.cfg.sliding_window)
 
 

@@ -247,7 +247,7 @@ def prefill_of_prompts(g: Golden) -> StepBatch:
         chunks.append(PrefillChunk(ids, 0, len(ids), slot, range(slot * pages, (slot + 1) * pages), **images))
     tokens = sum(ceil_div(len(c.prompt), TILE) * TILE for c in chunks)
     bucket = PrefillBucket(tokens, requests=len(chunks), pages=pages, tile=TILE, images=len(embeddings))
-    return prefill_batch(g.cfg, chunks, bucket, slots=len(chunks), page_size=PAGE)
+    return prefill_batch(g.cfg, CacheConfig(len(chunks), len(chunks) * pages, PAGE), chunks, bucket)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """The step functions: any way of serving a request gives what one whole-sequence run gives."""
 
 import dataclasses
+import inspect
 
 import chex
 import jax
@@ -297,7 +298,7 @@ def test_exact_window_rebuild_after_a_prefix_hit_equals_the_cold_run(tiny, seque
     assert decoder == "bounded" or np.abs(cold - expected[0, 109]).max() < TOLERANCE
     shared = owner.pages[: hit // 8]
     before = [np.asarray(pool[np.array(shared)]) for pool in (*server.cache.entries, *server.cache.index_keys)]
-    start = replay_start(tiny.cfg, hit, "exact", decoder)
+    start = replay_start(tiny.cfg, 110, hit, "exact", decoder)
     other = Request(
         tokens[0, :110], 2, shared + list(range(40, 40 + PAGES - len(shared))), cached=hit, window_floor=start
     )
@@ -312,7 +313,7 @@ def test_bounded_window_rebuild_runs_one_window_and_reads_nothing_older(tiny, se
     tokens, expected = sequences
     window, hit = tiny.cfg.sliding_window, 96
     cold, server, owner = bounded_logits(tiny, tokens[0, :110], [60], dataclasses.replace(LONG, replay="exact"))
-    start = replay_start(tiny.cfg, hit, "bounded", "bounded")
+    start = replay_start(tiny.cfg, 110, hit, "bounded", "bounded")
     assert start == hit - window
     other = Request(tokens[0, :110], 1, [*owner.pages[:12], 50, 51, 52], cached=hit, window_floor=start)
     server.start(other)
@@ -321,7 +322,7 @@ def test_bounded_window_rebuild_runs_one_window_and_reads_nothing_older(tiny, se
     assert int(np.asarray(warm.logits[0]).argmax()) == int(cold.argmax())
     # A hit no longer than a window loses nothing.
     short = Request(tokens[0, :30], 2, [*owner.pages[:1], 54, 55, 56], cached=8, window_floor=0)
-    assert replay_start(tiny.cfg, 8, "bounded", "exact") == 0
+    assert replay_start(tiny.cfg, 30, 8, "bounded", "exact") == 0
     server.start(short)
     assert distance(server.prefill_all(short), 0, expected[0, 29:30]) < TOLERANCE
 
@@ -415,9 +416,56 @@ def test_more_tokens_than_slack_are_refused(tiny, sequences):
         server.decode((Request(tokens[0, :3], 0, [0, 1]), 3, [5]))
 
 
+def test_window_keys_of_the_decoder_half_are_exact_when_little_follows_a_hit(tiny, sequences):
+    """The decoder half begins before the end of the hit, so the replay must reach back further."""
+    tokens, _ = sequences
+    prompt, hit = tokens[0, :97], 96
+    bucket = dataclasses.replace(LONG, replay="bounded")
+    _, server, owner = bounded_logits(tiny, prompt, [50], bucket)
+    start = replay_start(tiny.cfg, len(prompt), hit, "exact", "bounded")
+    other = Request(prompt, 2, [*owner.pages[:12], 50], cached=hit, window_floor=start)
+    server.start(other)
+    server.prefill_all(other, [70], start=start)
+    window = tiny.cfg.sliding_window
+    for layer in range(tiny.cfg.decoder_start, tiny.cfg.num_hidden_layers):
+        ring = np.asarray(server.cache.windows[layer])
+        rows = np.arange(len(prompt) - window, len(prompt)) % ring.shape[1]
+        np.testing.assert_allclose(ring[2, rows], ring[0, rows], atol=2e-6)
+
+
+def test_a_batch_for_another_cache_is_refused(tiny, sequences):
+    tokens, _ = sequences
+    server = serve(tiny)
+    for wrong in ({"page_size": 16}, {"slots": 5}):
+        server.cache_cfg = dataclasses.replace(dsv4jax.cache.CacheConfig(slots=3, pages=64, page_size=8), **wrong)
+        with pytest.raises(ValueError, match="the batch was made for"):
+            server.prefill((Request(tokens[0, :8], 0, [0, 1]), 0, 8))
+    server = serve(tiny)
+    server.numerics = REFERENCE
+    with pytest.raises(ValueError, match="the cache holds float32 records"):
+        server.prefill((Request(tokens[0, :8], 0, [0]), 0, 8))
+
+
+def test_missing_tables_and_missing_history_are_refused(quantized, sequences):
+    tokens, _ = sequences
+    layers = quantized.params["layers"]
+    bare = layers[1] | {"engram": {k: v for k, v in layers[1]["engram"].items() if k != "embed"}}
+    params = quantized.params | {"layers": layers | {1: bare}}
+    server = serve(quantized._replace(params=params), REFERENCE)
+    with pytest.raises(ValueError, match="params hold no Engram tables"):
+        server.prefill((Request(tokens[0, :8], 0, [0]), 0, 8))
+    server.tables = Tables(layers)
+    with pytest.raises(ValueError, match="history: Engram tables on the host need the 3 token ids"):
+        server.decode((Request(tokens[0, :8], 0, [0, 1]), 8, [5]), history=[4, 5])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"tokens": np.zeros((1, 0), np.int32)}, "not empty"),
+        ({"tokens": np.array([[1.5, 2.0]])}, "must be integers"),
+        ({"tokens": np.array([[2**32 + 5]])}, "every id must be in"),
+        ({"image_mask": np.ones((1, 2), bool), "embeddings": np.zeros((1, 2, 64))}, "must be"),
         ({"mask": np.array([[True, False, True]])}, "mask: padding must stand on the right"),
         ({"tokens": np.array([[1, 2, 512]])}, "tokens: every id must be in 0..511"),
         ({"tokens": np.array([[1, -1, 5]])}, "tokens: every id"),
@@ -427,7 +475,8 @@ def test_more_tokens_than_slack_are_refused(tiny, sequences):
 def test_forward_refuses_bad_input(tiny, change, message):
     arguments = {"tokens": np.array([[1, 2, 3]])} | change
     with pytest.raises(ValueError, match=message):
-        forward(tiny.params, **arguments, cfg=tiny.cfg)
+        # Unwrapped: the tests' own check of annotations would refuse some of these first.
+        inspect.unwrap(forward)(tiny.params, **arguments, cfg=tiny.cfg)
 
 
 def test_packed_records_equal_quantise_dequantise_bit_for_bit(quantized, sequences, monkeypatch):
@@ -453,6 +502,7 @@ def test_packed_records_equal_quantise_dequantise_bit_for_bit(quantized, sequenc
     monkeypatch.setattr(record, "store", lambda self, x, numerics: rounded[self](x))
     monkeypatch.setattr(record, "load", lambda self, x, numerics: x)
     monkeypatch.setattr(record, "empty", lambda self, shape, n, numerics: jnp.zeros((*shape, n), numerics.dtype))
+    monkeypatch.setattr("dsv4jax.model.transformer._check_fit", lambda *args: None)
     jax.clear_caches()
     cache, plain = run()
     jax.clear_caches()

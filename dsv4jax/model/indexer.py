@@ -99,7 +99,9 @@ class Indexer(nnx.Module):
             layout.tile_requests,
             None if restrict is None else layout.tiles(restrict),
         )
-        selection = over_tiles(one_tile, arguments, layout.tile * cfg.index_n_heads * entries * 4)
+        selection = over_tiles(
+            one_tile, arguments, (layout.tile * cfg.index_n_heads + cfg.index_head_dim) * entries * 4
+        )
         return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), selection)
 
 

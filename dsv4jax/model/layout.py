@@ -11,10 +11,7 @@ from dsv4jax.quant import ceil_div
 
 @flax.struct.dataclass
 class TokenLayout:
-    """Tokens of a step, flat, in tiles that each belong to one request.
-
-    Positions are true positions also for tokens that are not valid but stand before a valid one in their tile.
-    """
+    """Tokens of a step, flat, in tiles that each belong to one request and hold consecutive positions."""
 
     positions: Int32[Array, " tokens"]
     valid: Bool[Array, " tokens"]
@@ -48,16 +45,12 @@ class TokenLayout:
         return jnp.where(write, self.slots[requests], self.num_slots)
 
 
-def full_layout(batch: StepBatch, num_slots: int) -> TokenLayout:
+def full_layout(batch: StepBatch) -> TokenLayout:
     """All tokens of the batch, with the window floor of the encoder half."""
-    tokens, tile = batch.tokens.shape[0], batch.tile
-    first = jnp.arange(ceil_div(tokens, tile), dtype=jnp.int32) * tile
-    tile_requests = jnp.maximum(jnp.sum(batch.offsets <= first[:, None], -1, dtype=jnp.int32) - 1, 0)
-    requests = _per_token(tile_requests, tile)
-    within = jnp.arange(tokens, dtype=jnp.int32) - batch.offsets[requests]
+    positions, valid, tile_requests = _packed(batch, batch.tokens.shape[0], batch.offsets, batch.starts, batch.lengths)
     return TokenLayout(
-        positions=batch.starts[requests] + within,
-        valid=(within < batch.lengths[requests]) & (batch.slots[requests] < num_slots),
+        positions=positions,
+        valid=valid,
         image_mask=batch.image_mask,
         tile_requests=tile_requests,
         slots=batch.slots,
@@ -66,40 +59,49 @@ def full_layout(batch: StepBatch, num_slots: int) -> TokenLayout:
         floors=batch.encoder_floors,
         write_starts=batch.write_starts,
         page_table=batch.page_table,
-        num_slots=num_slots,
-        tile=tile,
+        num_slots=batch.num_slots,
+        tile=batch.tile,
     )
 
 
 def decoder_layout(
     full: TokenLayout, batch: StepBatch, window: int
 ) -> tuple[TokenLayout, Int32[Array, " tail"] | None]:
-    """The tokens the decoder half runs on, and their indices among all tokens; None if the arrays stay as they are.
+    """The tokens the decoder half runs on, and their indices among all tokens; None if these are all.
 
-    In bounded replay at most the last `window` tokens of a prompt (section 9.5), gathered into
-    requests · ⌈window/tile⌉ tiles when these are fewer than the step has.
+    In bounded replay only those of the last `window` tokens of a prompt that are in this step (section 9.5), packed
+    anew into at most requests · ⌈window/tile⌉ tiles.
     """
-    wanted = full.valid & (full.positions >= batch.decoder_floors[full.requests])
-    masked = full.replace(valid=wanted, floors=batch.decoder_floors)
-    requests, tile = batch.slots.shape[0], full.tile
-    per_request = ceil_div(window, tile) * tile
-    if batch.replay == "exact" or requests * per_request >= full.positions.shape[0]:
-        return masked, None
+    if batch.replay == "exact":
+        return full.replace(floors=batch.decoder_floors), None
+    tokens, requests, tile = full.positions.shape[0], batch.slots.shape[0], full.tile
     starts = jnp.clip(batch.decoder_floors, full.starts, full.ends)
-    within = jnp.arange(per_request, dtype=jnp.int32)
-    positions = starts[:, None] + within
-    take = (batch.offsets + starts - full.starts)[:, None] + within
-    take = jnp.minimum(take, full.positions.shape[0] - 1).reshape(-1)
-    valid = (positions < full.ends[:, None]) & (batch.slots < full.num_slots)[:, None]
-    tile_requests = _per_token(jnp.arange(requests, dtype=jnp.int32), per_request // tile)
-    tail = masked.replace(
-        positions=positions.reshape(-1),
-        valid=valid.reshape(-1),
+    lengths = full.ends - starts
+    tiles = (lengths + tile - 1) // tile
+    offsets = (jnp.cumsum(tiles) - tiles) * tile
+    rows = min(tokens, requests * ceil_div(window, tile) * tile)
+    positions, valid, tile_requests = _packed(batch, rows, offsets, starts, lengths)
+    of = _per_token(tile_requests, tile)
+    take = jnp.clip(batch.offsets[of] + positions - batch.starts[of], 0, tokens - 1)
+    tail = full.replace(
+        positions=positions,
+        valid=valid,
         image_mask=full.image_mask[take],
         tile_requests=tile_requests,
         starts=starts,
+        floors=batch.decoder_floors,
     )
     return tail, take
+
+
+def _packed(batch: StepBatch, rows: int, offsets: Array, starts: Array, lengths: Array) -> tuple[Array, Array, Array]:
+    """Position and validity of `rows` tokens and request of each tile, given where each request's tokens begin."""
+    first = jnp.arange(ceil_div(rows, batch.tile), dtype=jnp.int32) * batch.tile
+    tile_requests = jnp.maximum(jnp.sum(offsets <= first[:, None], -1, dtype=jnp.int32) - 1, 0)
+    requests = _per_token(tile_requests, batch.tile)
+    within = jnp.arange(rows, dtype=jnp.int32) - offsets[requests]
+    valid = (within < lengths[requests]) & (batch.slots[requests] < batch.num_slots)
+    return starts[requests] + within, valid, tile_requests
 
 
 def _per_token(per_tile: Int32[Array, " tiles"], tile: int) -> Int32[Array, " tokens"]:
@@ -126,7 +128,7 @@ def tile_windows(layout: TokenLayout, window: int) -> TileWindow:
     index = jnp.arange(first.shape[0], dtype=jnp.int32)[:, None] * layout.tile + offsets
     queries = layout.tiles(layout.positions)[..., None]
     visible = (keys[:, None] <= queries) & (keys[:, None] > queries - window)
-    visible &= (keys >= jnp.maximum(layout.floors[request], 0)[:, None])[:, None]
+    visible &= (keys >= layout.floors[request][:, None])[:, None]
     return TileWindow(
         in_step=keys >= layout.starts[request][:, None],
         step_index=jnp.clip(index, 0, layout.positions.shape[0] - 1),

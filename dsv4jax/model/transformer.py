@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
@@ -71,7 +70,8 @@ class Model(nnx.Module):
     def text(self, batch: StepBatch, cache: Cache, *, decode: bool, numerics: Numerics) -> TextOutput:
         """Runs the layers over one step; logits follow from `logits(output.hidden)` for the rows that need them."""
         cfg = self.cfg
-        layout = full_layout(batch, cache.num_slots)
+        _check_fit(batch, cache, cfg, numerics)
+        layout = full_layout(batch)
         rows, cache = self._engram_rows(batch, layout, cache, decode)
         streams = jnp.repeat(self._embed(batch, numerics)[:, None], cfg.hc_mult, 1)
         pre = first_mix(batch.tokens.shape[0], cfg.hc_mult)
@@ -81,12 +81,9 @@ class Model(nnx.Module):
         for i, layer in enumerate(self.layers):
             seen.append(streams)
             if i in cfg.engram_layer_ids:
-                stored = rows[cfg.engram_layer_ids.index(i)]
-                values = (
-                    layer.engram.lookup(stored, numerics.dtype)
-                    if isinstance(stored, jax.Array)
-                    else (dequantize(stored, numerics.dtype))
-                )
+                row = rows[cfg.engram_layer_ids.index(i)]
+                lookup = dequantize if batch.engram_rows else layer.engram.lookup
+                values = lookup(row, numerics.dtype)
                 streams = layer.engram(streams, values, layout.valid & ~layout.image_mask, numerics)
             x = layer.attention_input(streams, pre)
             if i in cfg.kv_source_layer_ids:
@@ -144,9 +141,22 @@ class Model(nnx.Module):
         cache = cache.replace(ngram_ids=ring.at[slots, layout.positions % ring.shape[1]].set(ids, mode="drop"))
         if batch.engram_rows:
             return batch.engram_rows, cache
+        if not hasattr(self.layers[self.cfg.engram_layer_ids[0]].engram, "embed"):
+            raise ValueError("params hold no Engram tables: the batch needs engram_rows, see `with_engram_rows`")
         pad = token_map[self.cfg.engram_pad_token_id]
         rows = rows_on_device(self.cfg, jnp.stack(history, 1), pad)
         return tuple(rows[:, i] for i in range(rows.shape[1])), cache
+
+
+def _check_fit(batch: StepBatch, cache: Cache, cfg: ModelConfig, numerics: Numerics) -> None:
+    """Raises ValueError if the batch was made for a cache of other sizes, or the cache for other numerics."""
+    page_size = cache.entries[0].shape[1] * cfg.ratio(cfg.kv_source_layer_ids[0])
+    made_for, found = (batch.num_slots, batch.page_size), (cache.num_slots, page_size)
+    if made_for != found:
+        raise ValueError(f"(slots, page_size): the batch was made for {made_for}, the cache has {found}")
+    records = cache.entries[0].dtype
+    if (records == jnp.uint8) != numerics.quantize_cache:
+        raise ValueError(f"quantize_cache = {numerics.quantize_cache}: the cache holds {records} records")
 
 
 @functools.lru_cache
