@@ -20,10 +20,10 @@ from dsv4jax.batch import StepBatch
 from dsv4jax.cache import Cache, CacheConfig, init_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.model.layout import last_tokens
-from dsv4jax.model.transformer import merge
+from dsv4jax.model.transformer import TextOutput, merge
 from dsv4jax.numerics import REFERENCE, Numerics
 from dsv4jax.quant import ceil_div
-from dsv4jax.sampling import begin_request, commit_tokens, record_tokens, sample, sampling_params
+from dsv4jax.sampling import Sampled, begin_request, commit_tokens, record_tokens, sample, sampling_params
 
 _TILE = 32
 _step = functools.partial(
@@ -126,7 +126,7 @@ def decode_step(
     return out.cache.replace(sampling=state), _step_output(sampled, logits, out, collect)
 
 
-def _step_output(sampled, logits, out, collect: bool) -> StepOutput:
+def _step_output(sampled: Sampled, logits: Array, out: TextOutput, collect: bool) -> StepOutput:
     return StepOutput(
         tokens=sampled.tokens,
         logprobs=sampled.logprobs,
@@ -221,7 +221,17 @@ def forward(
 
 
 @_step
-def _forward(params, tokens, mask, image_mask, embeddings, *, cfg, numerics, collect) -> ForwardOutput:
+def _forward(
+    params: dict[str, Any],
+    tokens: Array,
+    mask: Array,
+    image_mask: Array | None,
+    embeddings: Array | None,
+    *,
+    cfg: ModelConfig,
+    numerics: Numerics,
+    collect: bool,
+) -> ForwardOutput:
     rows, length = tokens.shape
     tile = min(_TILE, length)
     padded = ceil_div(length, tile) * tile

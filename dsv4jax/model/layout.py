@@ -1,5 +1,8 @@
 """Where every token of a step lives: request, slot, position, and the ring and page places it reads and writes."""
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -138,8 +141,8 @@ def tile_windows(layout: TokenLayout, window: int) -> TileWindow:
     )
 
 
-def over_tiles(fn, tiles, bytes_per_tile: int, limit: int = 1 << 30):
-    """Maps `fn` over the leading axis of a pytree, as many tiles at once as stay below `limit` bytes."""
+def over_tiles(fn: Callable[[Any], Any], tiles: Any, bytes_per_tile: int, limit: int = 1 << 30) -> Any:
+    """Maps `fn` over the leading axis of the arrays in `tiles`, as many tiles at once as stay below `limit` bytes."""
     count = jax.tree.leaves(tiles)[0].shape[0]
     at_once = max(1, min(count, limit // max(1, bytes_per_tile)))
     if at_once == count:

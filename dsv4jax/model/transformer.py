@@ -17,9 +17,9 @@ from dsv4jax.model.draft import DraftStage
 from dsv4jax.model.engram import Engram
 from dsv4jax.model.hyper_connections import collapse, first_mix
 from dsv4jax.model.indexer import Selection
-from dsv4jax.model.layout import TokenLayout, decoder_layout, full_layout, tile_windows
+from dsv4jax.model.layout import TileWindow, TokenLayout, decoder_layout, full_layout, tile_windows
 from dsv4jax.model.norm import RMSNorm
-from dsv4jax.model.rope import rotation
+from dsv4jax.model.rope import Rotation, rotation
 from dsv4jax.model.vision import Aligner, Vision
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_dense, dequantize, linear_fp32
@@ -105,9 +105,9 @@ class Model(nnx.Module):
         """The head: a true fp32 matmul."""
         return linear_fp32(hidden, self.head)
 
-    def _positions(self, layout: TokenLayout):
-        tables = tuple(rotation(self.cfg, layout.positions, compressed) for compressed in (False, True))
-        return tables, tile_windows(layout, self.cfg.sliding_window)
+    def _positions(self, layout: TokenLayout) -> tuple[tuple[Rotation, Rotation], TileWindow]:
+        plain, yarn = (rotation(self.cfg, layout.positions, compressed) for compressed in (False, True))
+        return (plain, yarn), tile_windows(layout, self.cfg.sliding_window)
 
     def _embed(self, batch: StepBatch, numerics: Numerics) -> Float[Array, "tokens hidden"]:
         e = self.embed.get_value().weight[batch.tokens].astype(numerics.dtype)
