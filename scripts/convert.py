@@ -4,6 +4,8 @@ python scripts/convert.py --input checkpoint --output snapshot
 python scripts/convert.py --input snapshot --output checkpoint --to checkpoint
 """
 
+import sys
+
 from absl import app, flags, logging
 
 from dsv4jax.checkpoint.snapshot import checkpoint_to_snapshot, snapshot_to_checkpoint
@@ -18,10 +20,13 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     logging.set_verbosity(logging.WARNING)  # Orbax lists every array at INFO
-    if _TO.value == "snapshot":
-        checkpoint_to_snapshot(_INPUT.value, _OUTPUT.value)
-    else:
-        snapshot_to_checkpoint(_INPUT.value, _OUTPUT.value, shard_bytes=_SHARD_BYTES.value)
+    try:
+        if _TO.value == "snapshot":
+            checkpoint_to_snapshot(_INPUT.value, _OUTPUT.value)
+        else:
+            snapshot_to_checkpoint(_INPUT.value, _OUTPUT.value, shard_bytes=_SHARD_BYTES.value)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

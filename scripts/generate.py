@@ -44,7 +44,7 @@ _ENGRAM = flags.DEFINE_enum("engram", "device", ["device", "host"], "Where the E
 class _Completion:
     """Text of a plain continuation."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray):
+    def __init__(self, tokenizer: Tokenizer):
         self._decoder = StreamDecoder(tokenizer)
 
     def push(self, token: int) -> str:
@@ -129,7 +129,7 @@ def _run() -> None:
     prompts = [tokenizer.encode(text) for text in texts]
     prompts += [encode_chat(tokenizer, chat, thinking=_THINKING.value) for chat in chats]
     titles = [repr(text) for text in texts] + [repr(chat[-1].get("content")) for chat in chats]
-    writers = [_Completion(tokenizer, p) for p in prompts[: len(texts)]]
+    writers = [_Completion(tokenizer) for _ in texts]
     writers += [_Reply(tokenizer, p) for p in prompts[len(texts) :]]
     on_device = _ENGRAM.value == "device"
 

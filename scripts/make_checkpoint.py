@@ -7,6 +7,7 @@ Memory stays at one tensor. The size of Engram's compressed vocabulary is that o
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,14 @@ def configuration(config: str, layers: int | None, engram_vocab_size: int | None
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    try:
+        write()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def write() -> None:
+    """Writes the checkpoint that the flags describe."""
     tokenizer = Path(_TOKENIZER.value)
     cfg = configuration(_CONFIG.value, _LAYERS.value, _ENGRAM.value, Tokenizer.from_file(tokenizer))
     plan = checkpoint_inventory(cfg)
