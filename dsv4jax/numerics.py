@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 
@@ -12,7 +11,7 @@ class Numerics:
 
     `REFERENCE` rounds exactly where the architecture page (section 2.4) puts a rounding. `FAST` skips the roundings
     that section 11 lists as free: index scores stay fp32 (6), the pooled latent is normalised unrounded (4), the
-    routing weight multiplies after the down projection (5), hyper-connection projections use three bf16 passes (23).
+    routing weight multiplies after the down projection (5).
     """
 
     dtype: type = jnp.bfloat16
@@ -22,11 +21,6 @@ class Numerics:
     quantize_cache: bool = True
     """Quantise window keys, compressed entries, index keys and index queries. False is for tests only."""
     fast: bool = False
-
-    @property
-    def mix_precision(self) -> jax.lax.Precision:
-        """Matmul precision of the hyper-connection projection."""
-        return jax.lax.Precision.HIGH if self.fast else jax.lax.Precision.HIGHEST
 
 
 REFERENCE = Numerics()

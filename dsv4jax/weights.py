@@ -164,11 +164,10 @@ def linear_fp32(x: Float[Array, "*rows inner"], weight: Weight | nnx.Param | Arr
 def matmul(
     x: Float[Array, "*rows inner"],
     w: Float[Array, "out inner"],
-    precision: lax.Precision = lax.Precision.HIGHEST,
 ) -> Float[Array, "*rows out"]:
-    """x wᵀ accumulated and returned in fp32. `precision` matters for fp32 operands only."""
+    """x wᵀ accumulated and returned in fp32; fp32 operands are not rounded."""
     return lax.dot_general(
-        x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
 
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from golden import DATA, FLOAT32, NOQUANT, functions
+from golden import DATA, NOQUANT, functions
 from golden_impl import candidate_mask, ngrams
 
 from dsv4jax import quant
@@ -153,7 +153,7 @@ class TestHyperConnections:
     @pytest.mark.parametrize(("prefix", "dtype"), [("hc", jnp.float32), ("hc.bf16", jnp.bfloat16)])
     def test_mix_collapse_expand(self, prefix, dtype):
         streams, y = (golden(f"hc.{n}", dtype)[0] for n in ("x", "y"))
-        mix = predict_mix(streams, golden("hc.fn"), golden("hc.base"), golden("hc.scale"), RELEASED, FLOAT32)
+        mix = predict_mix(streams, golden("hc.fn"), golden("hc.base"), golden("hc.scale"), RELEASED)
         for got, name in ((mix.pre, "pre"), (mix.post, "post"), (mix.residual, "comb")):
             assert_close(got[None], f"{prefix}.{name}")
         golden_mix = Mix(*(golden(f"{prefix}.{n}")[0] for n in ("pre", "post", "comb")))

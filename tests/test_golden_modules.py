@@ -143,7 +143,7 @@ def block_captures(
         streams = inputs["engram_out"]
     golden_mix = {}
     for site, before in (("attn_hc", streams), ("ffn_hc", inputs["streams_mid"])):
-        mix = layer.mix("hc_attn" if site == "attn_hc" else "hc_ffn", before, numerics)
+        mix = layer.mix("hc_attn" if site == "attn_hc" else "hc_ffn", before)
         made |= {f"{site}_pre": mix.pre, f"{site}_post": mix.post, f"{site}_comb": mix.residual}
         golden_mix[site] = Mix(*(inputs[f"{site}_{part}"] for part in ("pre", "post", "comb")))
     made["attn_in"] = layer.attention_input(streams, inputs["pre_mix_in"])

@@ -183,7 +183,7 @@ def _build_into_streams(patch: pytest.MonkeyPatch, m: Switches) -> None:
         return expand(y, streams, mix.replace(residual=jnp.where(m["residual_transposed"], transposed, mix.residual)))
 
     def read_with_own_mix(self, streams, pre):
-        own = self.mix("hc_attn", streams, NOQUANT).pre
+        own = self.mix("hc_attn", streams).pre
         return attention_input(self, streams, jnp.where(m["own_mix"], own, pre))
 
     patch.setattr(

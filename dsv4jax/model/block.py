@@ -41,10 +41,10 @@ class Block(nnx.Module):
         """Collapse with the carried mix, then normalise."""
         return self.attn_norm(collapse(streams, pre))
 
-    def mix(self, site: str, streams: Float[Array, "tokens streams hidden"], numerics: Numerics) -> Mix:
+    def mix(self, site: str, streams: Float[Array, "tokens streams hidden"]) -> Mix:
         """The coefficients a site predicts."""
         fn, base, scale = (getattr(self, f"{site}_{part}")[...] for part in ("fn", "base", "scale"))
-        return predict_mix(streams, fn, base, scale, self.cfg, numerics)
+        return predict_mix(streams, fn, base, scale, self.cfg)
 
     def __call__(
         self,
@@ -61,9 +61,9 @@ class Block(nnx.Module):
 
         Returns streams, the input mix carried to the next layer, cache, selection in force, expert load.
         """
-        mix = self.mix("hc_attn", streams, numerics)
+        mix = self.mix("hc_attn", streams)
         y, cache, selection = self.attn(x, layout, windows, by, cache, selection, numerics)
         streams = expand(y, streams, mix)
-        after = self.mix("hc_ffn", streams, numerics)
+        after = self.mix("hc_ffn", streams)
         y, load = self.ffn(self.ffn_norm(collapse(streams, mix.pre)), layout.valid, layout.image_mask, numerics)
         return expand(y, streams, after), after.pre, cache, selection, load

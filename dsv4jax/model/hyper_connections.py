@@ -10,7 +10,6 @@ from jax import lax, nn
 from jaxtyping import Array, Float
 
 from dsv4jax.config import ModelConfig
-from dsv4jax.numerics import Numerics
 from dsv4jax.weights import matmul
 
 
@@ -34,13 +33,12 @@ def predict_mix(
     base: Float[Array, " mixes"],
     scale: Float[Array, "3"],
     cfg: ModelConfig,
-    numerics: Numerics,
 ) -> Mix:
     """The coefficients of one site, HC(X; fn, base, scale); statistic after the projection, all fp32 (section 2.2)."""
     n = cfg.hc_mult
     x = streams.astype(jnp.float32).reshape(streams.shape[0], -1)
     statistic = lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + cfg.rms_norm_eps)
-    m = matmul(x, fn, numerics.mix_precision) * statistic
+    m = matmul(x, fn) * statistic
     z = m * scale[np.repeat([0, 1, 2], [n, n, n * n])] + base
     return Mix(
         pre=nn.sigmoid(z[:, :n]) + cfg.hc_eps,
