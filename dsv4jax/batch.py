@@ -6,7 +6,7 @@ every request's range. Both read nothing that matters and write nothing.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import flax.struct
@@ -17,10 +17,13 @@ from dsv4jax.cache import CacheConfig
 from dsv4jax.config import ModelConfig
 from dsv4jax.engram_hash import DEAD, rows_on_host
 from dsv4jax.quant import ceil_div
-from dsv4jax.sampling import RequestSampling, SamplingParams, sampling_params
+from dsv4jax.sampling import SamplingParams, sampling_params
+from dsv4jax.sampling_settings import RequestSampling
 
 Replay = Literal["exact", "bounded"]
 UNKNOWN = -2
+NEXT_TOKEN = -1
+"""First token of a request in a decode step: the token its slot's newest step sampled, which never left the device."""
 
 
 @flax.struct.dataclass
@@ -28,6 +31,7 @@ class StepBatch:
     """Arguments of one prefill or decode step, one row per request."""
 
     tokens: Int32[Any, " tokens"]
+    """Token ids; in a decode step the first of a request may be NEXT_TOKEN."""
     image_mask: Bool[Any, " tokens"]
     """True for every position of an image span."""
     image_embeddings: Float[Any, "images hidden"]
@@ -48,6 +52,8 @@ class StepBatch:
     """First position whose window keys the encoder half may read."""
     decoder_floors: Int32[Any, " requests"]
     """The same for the decoder half, which runs on no earlier token."""
+    prompt_targets: Int32[Any, " targets"]
+    """The prompt token that follows each token, -1 for none; 0 rows in a bucket without prompt log-probabilities."""
     sampling: SamplingParams
     engram_rows: tuple[Any, ...] = ()
     """Per Engram layer, stored table rows (values [tokens, columns, dim], scales) when tables stay on the host."""
@@ -62,7 +68,8 @@ class StepBatch:
 class PrefillBucket:
     """Static shape of a prefill step: `tokens` in all, of `requests` requests, contexts of `pages` pages.
 
-    `images` is the number of image-span tokens the batch may hold.
+    `images` is the number of image-span tokens the batch may hold. With `prompt_logprobs` the step also returns the
+    log-probability of every prompt token after its first, which needs exact replay.
     """
 
     tokens: int
@@ -71,10 +78,13 @@ class PrefillBucket:
     tile: int = 16
     images: int = 0
     replay: Replay = "exact"
+    prompt_logprobs: bool = False
 
     def __post_init__(self):
         if self.replay not in ("exact", "bounded"):
             raise ValueError(f"replay = {self.replay!r}: must be 'exact' or 'bounded'")
+        if self.prompt_logprobs and self.replay != "exact":
+            raise ValueError(f"prompt_logprobs = True: needs replay = 'exact', not {self.replay!r}")
         for name in ("tokens", "requests", "pages", "tile"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
@@ -103,9 +113,9 @@ class PrefillChunk:
     """A contiguous part of one prompt to run.
 
     Args:
-      prompt: all token ids of the prompt, int32.
+      prompt: all token ids of the prompt, int32; only those of the chunk and its neighbours are read.
       start, end: positions to run.
-      slot, pages: where the request's state lives; pages must cover `end` tokens.
+      slot, pages: where the request's state lives; pages must cover `end` tokens, those after are ignored.
       cached: length of the prefix whose pages hold valid entries already (a prefix-cache hit). The window keys behind
         `start` are then missing: `start` must be `replay_start(...)` of the hit in the first chunk.
       window_floor: first position whose window keys this slot holds: 0, or where the replay of a hit began.
@@ -117,7 +127,7 @@ class PrefillChunk:
     start: int
     end: int
     slot: int
-    pages: Sequence[int]
+    pages: Sequence[int] | Int32[np.ndarray, " pages"]
     cached: int = 0
     window_floor: int = 0
     sampling: RequestSampling = RequestSampling()
@@ -130,15 +140,16 @@ class DecodeTokens:
     """Tokens of one running request: the newest chosen token and, after it, drafts to verify.
 
     Args:
+      tokens: NEXT_TOKEN in the first place stands for the token the slot's newest step sampled.
       start: position of the first.
-      pages: must cover `start + len(tokens)` tokens.
+      pages: must cover `start + len(tokens)` tokens, those after are ignored; an int32 array is the fastest.
       history: token ids before `start`, newest first, -1 for image tokens; needed only for Engram tables on the host.
     """
 
     tokens: Sequence[int]
     start: int
     slot: int
-    pages: Sequence[int]
+    pages: Sequence[int] | Int32[np.ndarray, " pages"]
     sampling: RequestSampling = RequestSampling()
     history: Sequence[int] = ()
 
@@ -180,35 +191,47 @@ def prefill_batch(
       ValueError: a chunk is empty or lies outside its prompt, its pages do not cover it, ids are out of range, or the
         chunks do not fit the bucket.
     """
-    layout = _Layout(cfg, cache_cfg, bucket.requests, bucket.tokens, bucket.pages)
-    tokens = np.zeros(bucket.tokens, np.int32)
-    image_mask = np.zeros(bucket.tokens, bool)
     ngram = cfg.engram_max_ngram_size - 1
+    offsets, space = [], 0
+    for row, chunk in enumerate(chunks):
+        length = len(chunk.prompt)
+        if not 0 <= chunk.start < chunk.end <= length:
+            raise ValueError(f"chunk {row}: {chunk.start}..{chunk.end} is not inside a prompt of {length} tokens")
+        if not 0 <= chunk.cached <= length:
+            raise ValueError(f"chunk {row}: cached = {chunk.cached} is not in 0..{length}, the prompt's length")
+        if not 0 <= chunk.window_floor <= chunk.start:
+            raise ValueError(f"chunk {row}: window_floor = {chunk.window_floor} is not in 0..{chunk.start}, its start")
+        offsets.append(space)
+        space += ceil_div(chunk.end - chunk.start, bucket.tile) * bucket.tile
+    layout = _layout(
+        cfg, cache_cfg, bucket.requests, bucket.tokens, bucket.pages, [c.slot for c in chunks],
+        [c.start for c in chunks], [c.end - c.start for c in chunks], offsets, [c.pages for c in chunks],
+    )  # fmt: skip
+    tokens = np.zeros(bucket.tokens, np.int32)
+    targets = np.full(bucket.tokens, -1, np.int32)
+    image_mask = np.zeros(bucket.tokens, bool)
     history = np.full((bucket.requests, ngram), -1, np.int32)
     rows = np.zeros((3, bucket.requests), np.int32)
     images: list[np.ndarray] = []
-    offset = 0
-    for row, chunk in enumerate(chunks):
-        prompt = token_ids(chunk.prompt, cfg.vocab_size, f"chunk {row}")
-        if not 0 <= chunk.start < chunk.end <= len(prompt):
-            raise ValueError(f"chunk {row}: {chunk.start}..{chunk.end} is not inside a prompt of {len(prompt)} tokens")
-        if not 0 <= chunk.cached <= len(prompt):
-            raise ValueError(f"chunk {row}: cached = {chunk.cached} is not in 0..{len(prompt)}, the prompt's length")
-        if not 0 <= chunk.window_floor <= chunk.start:
-            raise ValueError(f"chunk {row}: window_floor = {chunk.window_floor} is not in 0..{chunk.start}, its start")
-        layout.add(row, chunk.slot, chunk.start, chunk.end - chunk.start, offset, chunk.pages)
-        part = slice(offset, offset + chunk.end - chunk.start)
-        tokens[part] = prompt[chunk.start : chunk.end]
-        known = prompt
+    for row, (chunk, offset) in enumerate(zip(chunks, offsets, strict=True)):
+        first = max(0, chunk.start - ngram)
+        around = token_ids(chunk.prompt[first : chunk.end + 1], cfg.vocab_size, f"chunk {row}")
+        begin, end = chunk.start - first, chunk.end - first
+        part = slice(offset, offset + end - begin)
+        tokens[part] = around[begin:end]
+        before = around[:begin]
         if chunk.image_mask is not None or chunk.image_embeddings is not None:
             mask, embeddings = _image_span(cfg, chunk, row)
-            image_mask[part], known = mask[chunk.start : chunk.end], np.where(mask, -1, prompt)
+            image_mask[part] = mask[chunk.start : chunk.end]
+            before = np.where(mask[first : chunk.start], -1, before)
             images.append(embeddings)
-        before = known[max(0, chunk.start - ngram) : chunk.start][::-1]
-        history[row, : len(before)] = before
-        floor = decoder_floor(cfg, len(prompt), bucket.replay, chunk.window_floor)
+        history[row, :begin] = before[::-1]
+        # Tokens of a prefix hit run again for their window keys alone; what they predict is not exact.
+        known = max(0, chunk.cached - chunk.start)
+        following = around[begin + known + 1 : end + 1]
+        targets[offset + known : offset + known + len(following)] = following
+        floor = decoder_floor(cfg, len(chunk.prompt), bucket.replay, chunk.window_floor)
         rows[:, row] = chunk.cached, chunk.window_floor, floor
-        offset += ceil_div(chunk.end - chunk.start, bucket.tile) * bucket.tile
     embeddings = np.zeros((bucket.images, cfg.hidden_size), np.float32)
     given = np.concatenate(images) if images else embeddings[:0]
     if len(given) > bucket.images:
@@ -218,11 +241,12 @@ def prefill_batch(
         tokens=tokens,
         image_mask=image_mask,
         image_embeddings=embeddings,
-        **layout.arrays(),
+        **layout,
         history=history,
         write_starts=rows[0],
         encoder_floors=rows[1],
         decoder_floors=rows[2],
+        prompt_targets=targets if bucket.prompt_logprobs else targets[:0],
         sampling=sampling_params([c.sampling for c in chunks], bucket.requests),
         tile=bucket.tile,
         replay=bucket.replay,
@@ -238,34 +262,52 @@ def decode_batch(
       ValueError: as `prefill_batch`.
     """
     width = bucket.tokens_per_request
-    layout = _Layout(cfg, cache_cfg, bucket.requests, bucket.requests * width, bucket.pages)
+    lengths = np.array([len(r.tokens) for r in requests], np.int64)
+    if (bad := (lengths < 1) | (lengths > width)).any():
+        row = int(bad.argmax())
+        raise ValueError(f"request {row}: {lengths[row]} tokens, the bucket takes 1 to {width}")
+    layout = _layout(
+        cfg, cache_cfg, bucket.requests, bucket.requests * width, bucket.pages, [r.slot for r in requests],
+        [r.start for r in requests], lengths, np.arange(len(requests)) * width, [r.pages for r in requests],
+    )  # fmt: skip
     tokens = np.zeros((bucket.requests, width), np.int32)
-    history = np.full((bucket.requests, cfg.engram_max_ngram_size - 1), -1, np.int32)
+    tokens[np.arange(width) < layout["lengths"][:, None]] = _decode_ids(requests, lengths, cfg.vocab_size)
+    starts = layout["starts"]
+    history = np.where(np.arange(cfg.engram_max_ngram_size - 1) < starts[:, None], UNKNOWN, -1).astype(np.int32)
     for row, request in enumerate(requests):
-        count = len(request.tokens)
-        if not 1 <= count <= width:
-            raise ValueError(f"request {row}: {count} tokens, the bucket takes 1 to {width}")
-        ids = token_ids(request.tokens, cfg.vocab_size, f"request {row}")
-        layout.add(row, request.slot, request.start, count, row * width, request.pages)
-        tokens[row, :count] = ids
-        history[row, : request.start] = UNKNOWN
-        before = np.asarray(request.history[: history.shape[1]], np.int64)
-        known = token_ids(before[before != -1], cfg.vocab_size, f"request {row}: history")
-        history[row, : len(before)][before != -1] = known
-        history[row, : len(before)][before == -1] = -1
+        if len(request.history):
+            before = np.asarray(request.history[: history.shape[1]], np.int64)
+            token_ids(before[before != -1], cfg.vocab_size, f"request {row}: history")
+            history[row, : len(before)] = before
     zeros = np.zeros(bucket.requests, np.int32)
     return StepBatch(
         tokens=tokens.reshape(-1),
         image_mask=np.zeros(tokens.size, bool),
         image_embeddings=np.zeros((0, cfg.hidden_size), np.float32),
-        **(layout.arrays() | {"offsets": np.arange(bucket.requests, dtype=np.int32) * width}),
+        **(layout | {"offsets": np.arange(bucket.requests, dtype=np.int32) * width}),
         history=history,
         write_starts=zeros,
         encoder_floors=zeros,
         decoder_floors=zeros,
+        prompt_targets=zeros[:0],
         sampling=sampling_params([r.sampling for r in requests], bucket.requests),
         tile=width,
     )
+
+
+def _decode_ids(requests: Sequence[DecodeTokens], lengths: np.ndarray, vocab: int) -> np.ndarray:
+    """The tokens of all requests in a row; NEXT_TOKEN is allowed as the first of a request."""
+    ids = np.array([token for r in requests for token in r.tokens] or [0])[: lengths.sum()]
+    allowed = np.zeros(len(ids), bool)
+    if ids.dtype.kind in "iu":
+        first = np.cumsum(lengths) - lengths
+        allowed = (ids >= 0) & (ids < vocab)
+        allowed[first] |= ids[first] == NEXT_TOKEN
+    if not allowed.all():
+        for row, request in enumerate(requests):
+            known = request.tokens[1:] if request.tokens[0] == NEXT_TOKEN else request.tokens
+            token_ids(known, vocab, f"request {row}")
+    return ids
 
 
 def with_engram_rows(
@@ -274,8 +316,10 @@ def with_engram_rows(
     """The batch with the table rows of its tokens read from host tables; for params without tables.
 
     Raises:
-      ValueError: a request's history is not given as far back as an n-gram reaches.
+      ValueError: a token is NEXT_TOKEN, or a request's history is not given as far back as an n-gram reaches.
     """
+    if np.any(batch.tokens == NEXT_TOKEN):
+        raise ValueError("tokens: NEXT_TOKEN is known on the device only, Engram tables on the host need token ids")
     if np.any(batch.history == UNKNOWN):
         raise ValueError(
             f"history: Engram tables on the host need the {batch.history.shape[1]} token ids before a step"
@@ -292,41 +336,72 @@ def with_engram_rows(
     return batch.replace(engram_rows=tables.lookup(rows_on_host(cfg, history, int(token_map[cfg.engram_pad_token_id]))))
 
 
-class _Layout:
-    """Places requests into the rows of a batch and checks that they fit."""
+def _layout(
+    cfg: ModelConfig,
+    cache_cfg: CacheConfig,
+    rows: int,
+    capacity: int,
+    columns: int,
+    slots: Sequence[int],
+    starts: Sequence[int],
+    lengths: Sequence[int] | np.ndarray,
+    offsets: Sequence[int] | np.ndarray,
+    page_lists: Sequence[Any],
+) -> dict[str, Any]:
+    """The fields of a batch that place its requests, padded to `rows`, after checks that they fit.
 
-    def __init__(self, cfg: ModelConfig, cache_cfg: CacheConfig, requests: int, tokens: int, pages: int):
-        self.limit = min(cfg.max_position_embeddings, pages * cache_cfg.page_size)
-        self.capacity, self.cache_cfg = tokens, cache_cfg
-        self.slots = np.full(requests, cache_cfg.slots, np.int32)
-        self.starts = np.zeros(requests, np.int32)
-        self.lengths = np.zeros(requests, np.int32)
-        self.offsets = np.full(requests, tokens, np.int32)
-        self.page_table = np.full((requests, pages), np.iinfo(np.int32).max, np.int32)
+    Args:
+      rows, capacity, columns: requests, tokens and pages per request of the bucket.
+    """
+    count, num_slots, page_size = len(slots), cache_cfg.slots, cache_cfg.page_size
+    if count > rows:
+        raise ValueError(f"more than {rows} requests for this bucket")
 
-    def add(self, row: int, slot: int, start: int, length: int, offset: int, pages: Sequence[int]) -> None:
-        end, num_slots, page_size = start + length, self.cache_cfg.slots, self.cache_cfg.page_size
-        if row >= len(self.slots):
-            raise ValueError(f"more than {len(self.slots)} requests for this bucket")
-        if start < 0:
-            raise ValueError(f"request {row}: start = {start} is negative")
-        if not 0 <= slot < num_slots or slot in self.slots[:row]:
-            raise ValueError(f"request {row}: slot {slot} is taken or not below {num_slots}")
-        if end > self.limit:
-            raise ValueError(f"request {row}: {end} tokens exceed the bucket's context of {self.limit}")
-        if offset + length > self.capacity:
-            raise ValueError(f"request {row}: the batch does not fit a bucket of {self.capacity} tokens")
-        if end > len(pages) * page_size:
-            raise ValueError(f"request {row}: {len(pages)} pages of {page_size} do not cover {end} tokens")
-        used = ceil_div(end, page_size)
-        if outside := [page for page in pages[:used] if not 0 <= page < self.cache_cfg.pages]:
-            raise ValueError(f"request {row}: page {outside[0]} is not in 0..{self.cache_cfg.pages - 1}")
-        self.slots[row], self.starts[row], self.lengths[row], self.offsets[row] = slot, start, length, offset
-        self.page_table[row, :used] = pages[:used]
+    def refuse(bad: np.ndarray, message: Callable[[int], str]) -> None:
+        if bad.any():
+            row = int(bad.argmax())
+            raise ValueError(f"request {row}: {message(row)}")
 
-    def arrays(self) -> dict[str, Any]:
-        arrays = {name: getattr(self, name) for name in ("slots", "starts", "lengths", "offsets", "page_table")}
-        return arrays | {"num_slots": self.cache_cfg.slots, "page_size": self.cache_cfg.page_size}
+    slot, start, length, offset = (np.array(a, np.int64) for a in (slots, starts, lengths, offsets))
+    end = start + length
+    refuse(start < 0, lambda row: f"start = {start[row]} is negative")
+    bad_slot = (slot < 0) | (slot >= num_slots)
+    if len(set(slots)) < count:
+        bad_slot |= np.array([s in slots[:row] for row, s in enumerate(slots)])
+    refuse(bad_slot, lambda row: f"slot {slot[row]} is taken or not below {num_slots}")
+    limit = min(cfg.max_position_embeddings, columns * page_size)
+    refuse(end > limit, lambda row: f"{end[row]} tokens exceed the bucket's context of {limit}")
+    refuse(offset + length > capacity, lambda row: f"the batch does not fit a bucket of {capacity} tokens")
+    given = np.array([len(pages) for pages in page_lists], np.int64)
+    refuse(end > given * page_size, lambda row: f"{given[row]} pages of {page_size} do not cover {end[row]} tokens")
+    used = (-(-end // page_size)).astype(np.int32)
+    parts = [pages[:n] for pages, n in zip(page_lists, used.tolist(), strict=True)]
+    numbers = np.concatenate(parts or [np.zeros(0, np.int32)])
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        flat = np.array([np.ndim(part) == 1 and np.asarray(part).dtype.kind in "iu" for part in parts])
+        refuse(~flat, lambda row: f"pages must be a flat sequence of integers, got {np.asarray(parts[row]).dtype}")
+    outside = (numbers < 0) | (numbers >= cache_cfg.pages)
+    if outside.any():
+        first = int(outside.argmax())
+        row = int(np.searchsorted(np.cumsum(used), first, side="right"))
+        raise ValueError(f"request {row}: page {numbers[first]} is not in 0..{cache_cfg.pages - 1}")
+    page_table = np.full((rows, columns), np.iinfo(np.int32).max, np.int32)
+    page_table[:count][np.arange(columns, dtype=np.int32) < used[:, None]] = numbers
+
+    def padded(values: np.ndarray, fill: int) -> np.ndarray:
+        out = np.full(rows, fill, np.int32)
+        out[:count] = values
+        return out
+
+    return {
+        "slots": padded(slot, num_slots),
+        "starts": padded(start, 0),
+        "lengths": padded(length, 0),
+        "offsets": padded(offset, capacity),
+        "page_table": page_table,
+        "num_slots": num_slots,
+        "page_size": page_size,
+    }
 
 
 def token_ids(ids: Any, vocab: int, what: str) -> Int32[np.ndarray, " tokens"]:

@@ -26,7 +26,8 @@ from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import REFERENCE, Numerics
 from dsv4jax.quant import ceil_div
-from dsv4jax.sampling import RequestSampling, request_rows
+from dsv4jax.sampling import request_rows
+from dsv4jax.sampling_settings import RequestSampling
 from dsv4jax.steps import decode_step, prefill_step, start_request
 
 _TILE = 16
@@ -138,10 +139,10 @@ class Generator:
             prefill_program = self._compile(prefill_step, cache, self._prefill_round(done)[0])
             self.timing.compile_seconds = time.perf_counter() - started
             for slot, prompt in enumerate(self._prompts):
-                mask, bias = request_rows(prompt, {}, self._cfg.vocab_size)
+                mask, counts, bias = request_rows(prompt, (), {}, self._cfg.vocab_size)
                 if self._usable_ids is not None:
                     bias[self._usable_ids :] = -np.inf
-                cache = start_request(cache, np.int32(slot), mask, bias, np.int32(len(prompt)))
+                cache = start_request(cache, np.int32(slot), mask, counts, bias, np.int32(len(prompt)))
 
             outputs: dict[int, list[int]] = {}
             while any(n < len(p) for n, p in zip(done, self._prompts, strict=True)):

@@ -5,6 +5,7 @@ Pure functions to be called inside a jitted step, in this order:
     state = commit_tokens(state, slots, starts)
     state = record_tokens(state, slots, tokens, positions, valid)
     sampled = sample(logits, state, params, slots, tokens, positions, valid)
+    state = keep_next_tokens(state, slots, sampled.tokens, valid)
 
 Counting is lazy because a step's tokens may be unverified drafts. A step only notes which token sits at
 which position; the next step, whose first position says how much of that was accepted, adds it to the counts.
@@ -12,11 +13,10 @@ A rejected draft is thus never counted and nothing has to be undone.
 
 Nothing depends on the batch a request is in: its noise comes from its own seed and the position of the token
 being sampled, its filters from its own logits. Noise, filters and top log-probabilities cost nothing when no
-request of the batch uses them (`lax.cond`); no setting changes a shape, so none recompiles.
+request of the batch uses them (`lax.cond`); the bits of the allowed tokens are read in the same pass as the penalties'
+rows, of whose bytes they are a fiftieth. No setting changes a shape, so none recompiles.
 """
 
-import dataclasses
-import numbers
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
@@ -27,8 +27,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
-MAX_TOP_LOGPROBS = 20
+from dsv4jax.quant import ceil_div
+from dsv4jax.sampling_settings import MAX_TOP_LOGPROBS, SETTINGS_ROW, RequestSampling, check_integer, check_number
+
 _FLOAT32 = np.finfo(np.float32)
+_ALL_ALLOWED = np.uint32(0xFFFFFFFF)
 
 
 @flax.struct.dataclass
@@ -53,9 +56,10 @@ class SamplingState:
     output_counts: Int32[Array, "slots vocab"]  # committed generated tokens
     prompt_mask: Bool[Array, "slots vocab"]  # tokens that occur in the prompt
     logit_bias: Float32[Array, "slots vocab"]
+    allowed: UInt32[Array, "slots words"]  # bit i % 32 of word i // 32: token i may be chosen
     recent_tokens: Int32[Array, "slots ring"]  # token ids of the newest positions, at position % ring
-    prompt_length: Int32[Array, "slots"]
-    counted: Int32[Array, "slots"]  # generated tokens at positions < counted are in output_counts
+    counted: Int32[Array, "slots"]  # positions < counted hold prompt tokens and generated tokens in output_counts
+    next_tokens: Int32[Array, "slots"]  # what the newest step sampled after its last token
 
 
 @flax.struct.dataclass
@@ -66,49 +70,6 @@ class Sampled:
     logprobs: Float32[Array, "requests tokens"]
     top_tokens: Int32[Array, "requests tokens 20"]
     top_logprobs: Float32[Array, "requests tokens 20"]
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestSampling:
-    """Sampling settings of one request; the defaults sample from the model's own distribution.
-
-    Raises ValueError on construction for a value of the wrong type, NaN, or outside the range below.
-    """
-
-    temperature: float = 1.0  # 0 .. 2; 0 = greedy
-    top_k: int = 0  # 0 .. 2**31 - 1; 0 = no limit
-    top_p: float = 1.0  # above 0, to 1; 1 = off
-    min_p: float = 0.0  # 0 .. 1; 0 = off
-    presence_penalty: float = 0.0  # -2 .. 2
-    frequency_penalty: float = 0.0  # -2 .. 2
-    repetition_penalty: float = 1.0  # above 0, a normal float32; 1 = off
-    seed: int | None = None  # any int64; None = fresh randomness
-    top_logprobs: int = -1  # -1 .. MAX_TOP_LOGPROBS
-
-    def __post_init__(self):
-        _check_number("temperature", self.temperature, 0.0, 2.0)
-        _check_integer("top_k", self.top_k, 0, 2**31 - 1)
-        _check_number("top_p", self.top_p, 0.0, 1.0, low_allowed=False)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, float(_FLOAT32.tiny), float(_FLOAT32.max))
-        if self.seed is not None:
-            _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
-        _check_integer("top_logprobs", self.top_logprobs, -1, MAX_TOP_LOGPROBS)
-
-
-def _check_number(name: str, value: object, low: float, high: float, low_allowed: bool = True) -> None:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not (is_number and low <= value <= high and (low_allowed or value > low)):  # NaN fails the comparison
-        bound = "at least" if low_allowed else "above"
-        raise ValueError(f"{name} must be a number {bound} {low} and at most {high}, got {value!r}")
-
-
-def _check_integer(name: str, value: object, low: int, high: int) -> None:
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not (is_integer and low <= value <= high):
-        raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}")
 
 
 # A padded row is greedy, so that it never makes a batch draw noise or search for a filter's cut.
@@ -124,50 +85,47 @@ def sampling_params(requests: Sequence[RequestSampling], rows: int) -> SamplingP
     """
     if len(requests) > rows:
         raise ValueError(f"rows must be at least the number of requests, {len(requests)}, got {rows}")
-    settings = [*requests, *[_PADDING] * (rows - len(requests))]
-    seeds = [secrets.randbits(64) if s.seed is None else s.seed % 2**64 for s in settings]
-
-    def column(name: str, dtype: type) -> np.ndarray:
-        return np.array([getattr(s, name) for s in settings], dtype)
-
-    return SamplingParams(
-        temperature=column("temperature", np.float32),
-        top_k=column("top_k", np.int32),
-        top_p=column("top_p", np.float32),
-        min_p=column("min_p", np.float32),
-        presence_penalty=column("presence_penalty", np.float32),
-        frequency_penalty=column("frequency_penalty", np.float32),
-        repetition_penalty=column("repetition_penalty", np.float32),
-        seed=np.array([(seed >> 32, seed & 0xFFFFFFFF) for seed in seeds], np.uint32).reshape(rows, 2),
-        top_logprobs=column("top_logprobs", np.int32),
-    )
+    stacked = np.frombuffer(b"".join(r.row for r in requests) + _PADDING.row * (rows - len(requests)), SETTINGS_ROW)
+    columns = {name: np.ascontiguousarray(stacked[name]) for name in SETTINGS_ROW.names}
+    unseeded = ~columns.pop("seeded")
+    if unseeded.any():
+        fresh = np.frombuffer(secrets.token_bytes(8 * rows), np.uint32).reshape(rows, 2)
+        columns["seed"] = np.where(unseeded[:, None], fresh, columns["seed"])
+    return SamplingParams(**columns)
 
 
 def request_rows(
-    prompt_tokens: Sequence[int] | np.ndarray, logit_bias: Mapping[int, float | int], vocab: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Dense rows of one request for `begin_request`: (prompt_mask bool [vocab], logit_bias float32 [vocab]).
+    prompt: Sequence[int] | np.ndarray,
+    outputs: Sequence[int] | np.ndarray,
+    logit_bias: Mapping[int, float | int],
+    vocab: int,
+) -> tuple[Bool[np.ndarray, "vocab"], Int32[np.ndarray, "vocab"], Float32[np.ndarray, "vocab"]]:
+    """Dense rows of one request for `begin_request`: prompt_mask, output_counts, logit_bias (host side).
+
+    Args:
+      outputs: tokens the request generated before it was preempted; empty for a new request.
 
     Raises ValueError for a token id outside 0 .. vocab - 1 and for a bias outside -100 .. 100.
     """
-    tokens = np.asarray(prompt_tokens)
-    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
-        raise ValueError(
-            f"prompt_tokens must be a flat sequence of integers, got shape {tokens.shape} of {tokens.dtype}"
-        )
-    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab))
-    if outside.size:
-        first = int(outside[0])
-        raise ValueError(f"prompt_tokens[{first}] must be an integer from 0 to {vocab - 1}, got {tokens[first]}")
     prompt_mask = np.zeros(vocab, bool)
-    prompt_mask[tokens.astype(np.int64)] = True
-
+    prompt_mask[_checked_ids("prompt", prompt, vocab)] = True
+    output_counts = np.bincount(_checked_ids("outputs", outputs, vocab), minlength=vocab).astype(np.int32)
     bias_row = np.zeros(vocab, np.float32)
     for token, bias in logit_bias.items():
-        _check_integer("logit_bias key", token, 0, vocab - 1)
-        _check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        check_integer("logit_bias key", token, 0, vocab - 1)
+        check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
         bias_row[token] = bias
-    return prompt_mask, bias_row
+    return prompt_mask, output_counts, bias_row
+
+
+def _checked_ids(name: str, ids: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray:
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"{name} must be a flat sequence of integers, got shape {ids.shape} of {ids.dtype}")
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab:
+        first = int(np.flatnonzero((ids < 0) | (ids >= vocab))[0])
+        raise ValueError(f"{name}[{first}] must be an integer from 0 to {vocab - 1}, got {ids[first]}")
+    return ids.astype(np.int64)
 
 
 def init_sampling_state(slots: int, vocab: int, ring: int) -> SamplingState:
@@ -176,14 +134,15 @@ def init_sampling_state(slots: int, vocab: int, ring: int) -> SamplingState:
     Raises ValueError if a size is below 1.
     """
     for name, size in (("slots", slots), ("vocab", vocab), ("ring", ring)):
-        _check_integer(name, size, 1, 2**31 - 1)
+        check_integer(name, size, 1, 2**31 - 1)
     return SamplingState(
         output_counts=jnp.zeros((slots, vocab), jnp.int32),
         prompt_mask=jnp.zeros((slots, vocab), bool),
         logit_bias=jnp.zeros((slots, vocab), jnp.float32),
+        allowed=jnp.full((slots, ceil_div(vocab, 32)), _ALL_ALLOWED),
         recent_tokens=jnp.zeros((slots, ring), jnp.int32),
-        prompt_length=jnp.zeros(slots, jnp.int32),
         counted=jnp.zeros(slots, jnp.int32),
+        next_tokens=jnp.zeros(slots, jnp.int32),
     )
 
 
@@ -192,17 +151,29 @@ def begin_request(
     slot: Int[Array, ""] | int,
     *,
     prompt_mask: Bool[Array, "vocab"],
+    output_counts: Int32[Array, "vocab"],
     logit_bias: Float[Array, "vocab"],
-    prompt_length: Int[Array, ""] | int,
+    length: Int[Array, ""] | int,
 ) -> SamplingState:
-    """Puts a new request into a slot, forgetting the previous one; a slot >= number of slots changes nothing."""
+    """Puts a request into a slot, forgetting the previous one; a slot >= number of slots changes nothing.
+
+    Args:
+      prompt_mask, output_counts, logit_bias: from `request_rows`.
+      length: tokens the request begins with: its prompt and what `output_counts` counts. Penalties and noise of a
+        preempted request go on as if it had never stopped.
+    """
+
+    def put(values, value):
+        return values.at[slot].set(value, mode="drop")
+
     return SamplingState(
-        output_counts=state.output_counts.at[slot].set(0, mode="drop"),
-        prompt_mask=state.prompt_mask.at[slot].set(prompt_mask, mode="drop"),
-        logit_bias=state.logit_bias.at[slot].set(logit_bias, mode="drop"),
-        recent_tokens=state.recent_tokens.at[slot].set(0, mode="drop"),
-        prompt_length=state.prompt_length.at[slot].set(prompt_length, mode="drop"),
-        counted=state.counted.at[slot].set(prompt_length, mode="drop"),
+        output_counts=put(state.output_counts, output_counts),
+        prompt_mask=put(state.prompt_mask, prompt_mask),
+        logit_bias=put(state.logit_bias, logit_bias),
+        allowed=put(state.allowed, _ALL_ALLOWED),
+        recent_tokens=put(state.recent_tokens, 0),
+        counted=put(state.counted, length),
+        next_tokens=put(state.next_tokens, 0),
     )
 
 
@@ -212,12 +183,12 @@ def commit_tokens(
     """Counts the generated tokens before each request's position `starts`, which are now final.
 
     They are read from `recent_tokens`, so between two calls a request may not advance by more than `ring`
-    positions past its prompt. Slots are distinct; a padded row has a slot >= number of slots and writes
+    positions past those it began with. Slots are distinct; a padded row has a slot >= number of slots and writes
     nothing.
     """
     vocab, ring = state.output_counts.shape[1], state.recent_tokens.shape[1]
     positions = starts[:, None] - 1 - jnp.arange(ring)
-    # Positions below prompt_length are never due, because begin_request sets counted = prompt_length.
+    # Positions the request began with are never due: begin_request puts them below `counted`.
     due = positions >= state.counted.at[slots].get(mode="fill", fill_value=0)[:, None]
     recent = state.recent_tokens.at[slots[:, None], positions % ring].get(mode="fill", fill_value=0)
     counts = state.output_counts.at[slots[:, None], jnp.where(due, recent, vocab)].add(1, mode="drop")
@@ -239,6 +210,23 @@ def record_tokens(
     return state.replace(recent_tokens=state.recent_tokens.at[rows, positions % ring].set(tokens, mode="drop"))
 
 
+def keep_next_tokens(
+    state: SamplingState,
+    slots: Int32[Array, "requests"],
+    sampled: Int32[Array, "requests tokens"],
+    valid: Bool[Array, "requests tokens"],
+) -> SamplingState:
+    """Keeps for each slot the token sampled after the last valid token of the step.
+
+    That is a request's next token if all its tokens of the step stand; which one it is after drafts were rejected is
+    for the caller to choose.
+    """
+    count = jnp.sum(valid, axis=1)
+    newest = jnp.take_along_axis(sampled, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    rows = jnp.where(count > 0, slots, state.next_tokens.shape[0])
+    return state.replace(next_tokens=state.next_tokens.at[rows].set(newest, mode="drop"))
+
+
 def adjusted_logits(
     logits: Float32[Array, "requests tokens vocab"],
     state: SamplingState,
@@ -248,7 +236,7 @@ def adjusted_logits(
     positions: Int32[Array, "requests tokens"],
     valid: Bool[Array, "requests tokens"],
 ) -> Float32[Array, "requests tokens vocab"]:
-    """Logits after bias and penalties, in this order: bias, repetition, frequency, presence.
+    """Logits after bias, repetition, frequency and presence penalty, in this order; -inf for tokens not allowed.
 
     Row (b, j) takes the committed tokens of the request and the step's own generated tokens 0 .. j as past.
     The repetition penalty divides a positive logit and multiplies a negative one. With all settings off the
@@ -262,7 +250,7 @@ def adjusted_logits(
         return values[:, None, None]
 
     num_tokens, vocab = logits.shape[1:]
-    generated = valid & (positions >= of_request(state.prompt_length))
+    generated = valid & (positions >= of_request(state.counted))
     up_to = jnp.tri(num_tokens, dtype=bool)[:, :, None]
     same = (tokens[:, :, None] == jnp.arange(vocab)) & generated[:, :, None]
     counts = of_request(state.output_counts) + jnp.sum(same[:, None] & up_to, axis=2, dtype=jnp.int32)
@@ -274,7 +262,9 @@ def adjusted_logits(
     repeated = jnp.minimum(repeated, _FLOAT32.max)
     seen = of_request(state.prompt_mask) | (counts > 0)
     penalty = column(params.frequency_penalty) * counts + column(params.presence_penalty) * (counts > 0)
-    return jnp.where(seen, repeated, biased) - penalty
+    bits = of_request(state.allowed)[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    allowed = bits.reshape(*bits.shape[:2], -1)[..., :vocab] > 0
+    return jnp.where(allowed, jnp.where(seen, repeated, biased) - penalty, -jnp.inf)
 
 
 def sample(
@@ -296,10 +286,10 @@ def sample(
       tokens, positions: the step's inputs, consecutive positions; prefill passes its last token only.
       valid: False for padding. Values of `tokens` and `positions` there are ignored.
 
-    The rules, per row: bias and penalties (`adjusted_logits`); then the best token if the temperature is 0,
-    otherwise temperature, the top_k best, of these the shortest list of best tokens that holds at least
-    top_p of their probability, of these the ones with at least min_p times the best one's probability, and a
-    Gumbel-max draw. Its noise has the threefry key "request's seed, folded with the position of the token
+    The rules, per row: bias, penalties and allowed tokens (`adjusted_logits`); then the best token if the
+    temperature is 0, otherwise temperature, the top_k best, of these the shortest list of best tokens that holds
+    at least top_p of their probability, of these the ones with at least min_p times the best one's probability,
+    and a Gumbel-max draw. Its noise has the threefry key "request's seed, folded with the position of the token
     being chosen", so a seeded request gets the same tokens from the same logits in any batch, slot, bucket
     or split into steps. Equal logits rank by token id, smaller first. top_p adds probabilities up in
     integers, as multiples of about 2^-30, so that no order of summation can move its cut.
@@ -310,11 +300,10 @@ def sample(
     the others are 0.
 
     A logit of -inf excludes a token. A row whose logits hold NaN or +inf, or are all -inf, has no
-    distribution: its token is 0 and its log-probability NaN, so that the caller can end the request; other
-    rows are untouched.
+    distribution, and a row may have no token that is allowed: its token is 0 and its log-probability NaN, so that
+    the caller can end the request; other rows are untouched.
     Rows that are not valid: token 0, log-probability 0.
     """
-    vocab = logits.shape[-1]
     adjusted = adjusted_logits(logits, state, params, slots, tokens, positions, valid)
     # Below the normal numbers a temperature may count as 0 in one operation and not in another.
     random = valid & (params.temperature >= _FLOAT32.tiny)[:, None]
@@ -324,30 +313,59 @@ def sample(
         lambda: jnp.argmax(adjusted, axis=-1),
     ).astype(jnp.int32)
 
-    log_total = jax.nn.logsumexp(logits, axis=-1)
-    defined = jnp.isfinite(log_total)
-    chosen = jnp.where(valid & defined, chosen, 0)
-    logprobs = jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0] - log_total
-    logprobs = jnp.where(defined, logprobs, jnp.nan)
+    best = jnp.take_along_axis(adjusted, chosen[..., None], axis=-1)[..., 0]
+    log_total = _log_total(logits)
+    defined = valid & jnp.isfinite(log_total) & (best > -jnp.inf)
+    chosen = jnp.where(defined, chosen, 0)
+    logprobs = jnp.where(defined, _logprobs_of(chosen, logits, log_total), jnp.nan)
 
     wanted = valid[..., None] & (jnp.arange(MAX_TOP_LOGPROBS) < params.top_logprobs[:, None, None])
-
-    def best():
-        values, ids = lax.top_k(logits, min(MAX_TOP_LOGPROBS, vocab))
-        missing = [(0, 0), (0, 0), (0, MAX_TOP_LOGPROBS - values.shape[-1])]
-        values = jnp.where(defined[..., None], values - log_total[..., None], jnp.nan)
-        return jnp.pad(ids, missing), jnp.pad(values, missing, constant_values=-jnp.inf)
 
     def none():
         return jnp.zeros_like(wanted, jnp.int32), jnp.zeros_like(wanted, jnp.float32)
 
-    top_tokens, top_logprobs = lax.cond(jnp.any(wanted), best, none)
+    top_tokens, top_logprobs = lax.cond(jnp.any(wanted), lambda: _top_logprobs(logits, log_total), none)
     return Sampled(
         tokens=chosen,
         logprobs=jnp.where(valid, logprobs, 0.0),
         top_tokens=jnp.where(wanted, top_tokens, 0),
         top_logprobs=jnp.where(wanted, top_logprobs, 0.0),
     )
+
+
+def prompt_logprobs(
+    logits: Float32[Array, "tokens vocab"], targets: Int32[Array, "tokens"]
+) -> tuple[Float32[Array, "tokens"], Int32[Array, "tokens 20"], Float32[Array, "tokens 20"]]:
+    """Log-probability of each token's target, and the most probable tokens with theirs, as `sample` reports them.
+
+    All are 0 where the target is -1: there is none.
+    """
+    log_total = _log_total(logits)
+    present = targets >= 0
+    logprobs = _logprobs_of(jnp.maximum(targets, 0), logits, log_total)
+    top = _top_logprobs(logits, log_total)
+    return jnp.where(present, logprobs, 0.0), *(jnp.where(present[:, None], values, 0) for values in top)
+
+
+def _log_total(logits: Float32[Array, "*rows vocab"]) -> Float32[Array, "*rows"]:
+    """Log of the softmax's denominator; NaN in rows that are no distribution."""
+    log_total = jax.nn.logsumexp(logits, axis=-1)
+    return jnp.where(jnp.isfinite(log_total), log_total, jnp.nan)
+
+
+def _logprobs_of(
+    tokens: Int32[Array, "*rows"], logits: Float32[Array, "*rows vocab"], log_total: Float32[Array, "*rows"]
+) -> Float32[Array, "*rows"]:
+    return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0] - log_total
+
+
+def _top_logprobs(
+    logits: Float32[Array, "*rows vocab"], log_total: Float32[Array, "*rows"]
+) -> tuple[Int32[Array, "*rows 20"], Float32[Array, "*rows 20"]]:
+    """The most probable tokens, best first; token 0 and -inf beyond the vocabulary."""
+    values, ids = lax.top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
+    missing = [(0, 0)] * (values.ndim - 1) + [(0, MAX_TOP_LOGPROBS - values.shape[-1])]
+    return jnp.pad(ids, missing), jnp.pad(values - log_total[..., None], missing, constant_values=-jnp.inf)
 
 
 def _draw(

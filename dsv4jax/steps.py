@@ -14,16 +14,25 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
 
-from dsv4jax.batch import StepBatch
+from dsv4jax.batch import NEXT_TOKEN, StepBatch
 from dsv4jax.cache import Cache, CacheConfig, init_cache
 from dsv4jax.config import ModelConfig
-from dsv4jax.model.layout import last_tokens
-from dsv4jax.model.transformer import TextOutput, merge
+from dsv4jax.model.layout import last_tokens, over_tiles
+from dsv4jax.model.transformer import Model, TextOutput, merge
 from dsv4jax.numerics import REFERENCE, Numerics
 from dsv4jax.quant import ceil_div
-from dsv4jax.sampling import Sampled, begin_request, commit_tokens, record_tokens, sample, sampling_params
+from dsv4jax.sampling import (
+    Sampled,
+    begin_request,
+    commit_tokens,
+    keep_next_tokens,
+    prompt_logprobs,
+    record_tokens,
+    sample,
+    sampling_params,
+)
 
 _TILE = 32
 _step = functools.partial(
@@ -56,6 +65,13 @@ class StepOutput:
     selections: tuple[Int32[Array, "rows topk"], ...]
     """With `collect=True`: entries selected by each index source per token, in the decoder half of a bounded replay per
     token of the prompts' tails; otherwise ()."""
+    prompt_logprobs: Float[Array, " batch_tokens"] | None = None
+    """After prefill in a bucket with `prompt_logprobs`, per token of the batch: natural log-probability of the prompt
+    token that follows it, under the model's own distribution; 0 if none does, for padding and for tokens of a prefix
+    hit. In other buckets None, as the next two."""
+    prompt_top_tokens: Int32[Array, "batch_tokens 20"] | None = None
+    """Most probable tokens in that place and, next, their log-probabilities."""
+    prompt_top_logprobs: Float[Array, "batch_tokens 20"] | None = None
 
 
 @functools.partial(_step, donate_argnames="cache")
@@ -68,7 +84,7 @@ def prefill_step(
     numerics: Numerics = REFERENCE,
     collect: bool = False,
 ) -> tuple[Cache, StepOutput]:
-    """Runs chunks of prompts; samples after the last token of each request.
+    """Runs chunks of prompts; samples after the last token of each request, which the slot keeps as its next token.
 
     Args:
       params: as `load_params` returns them.
@@ -85,7 +101,9 @@ def prefill_step(
     sampled = sample(
         logits, cache.sampling, batch.sampling, batch.slots, tokens[:, None], last[:, None], valid[:, None]
     )
-    return out.cache, _step_output(sampled, logits, out, collect)
+    cache = out.cache.replace(sampling=keep_next_tokens(cache.sampling, batch.slots, sampled.tokens, valid[:, None]))
+    output = _step_output(sampled, logits, out, collect)
+    return cache, output.replace(**_prompt_logprobs(model, batch, out))
 
 
 @functools.partial(_step, donate_argnames="cache")
@@ -101,7 +119,8 @@ def decode_step(
     """Runs 1 to n tokens of each running request; samples after every one of them.
 
     The first token of a request is final, the others may be drafts: to reject a suffix, pass a smaller `start` next
-    time. Each token gets exactly the result of a step of its own.
+    time. Each token gets exactly the result of a step of its own. The slot keeps what was sampled after the last token
+    as its next token, for which NEXT_TOKEN stands in a later batch: right only if all tokens of this step stand.
 
     Args:
       params: as `load_params` returns them.
@@ -115,7 +134,7 @@ def decode_step(
     slack = cache.ngram_ids.shape[1] - (cfg.engram_max_ngram_size - 1)
     if batch.tile > slack:
         raise ValueError(f"tokens_per_request = {batch.tile}: the cache was made with slack = {slack}")
-    model = merge(cfg, params)
+    model, batch = merge(cfg, params), _with_next_tokens(batch, cache)
     out = model.text(batch, cache, decode=True, numerics=numerics)
     shape = (batch.slots.shape[0], batch.tile)
     logits = model.logits(out.hidden).reshape(*shape, -1)
@@ -123,7 +142,33 @@ def decode_step(
     state = commit_tokens(cache.sampling, batch.slots, batch.starts)
     state = record_tokens(state, batch.slots, tokens, positions, valid)
     sampled = sample(logits, state, batch.sampling, batch.slots, tokens, positions, valid)
+    state = keep_next_tokens(state, batch.slots, sampled.tokens, valid)
     return out.cache.replace(sampling=state), _step_output(sampled, logits, out, collect)
+
+
+def _with_next_tokens(batch: StepBatch, cache: Cache) -> StepBatch:
+    """The batch with the slots' next tokens in place of NEXT_TOKEN."""
+    tokens = batch.tokens.reshape(-1, batch.tile)
+    kept = cache.sampling.next_tokens.at[batch.slots].get(mode="fill", fill_value=0)
+    first = jnp.where(tokens[:, 0] == NEXT_TOKEN, kept, tokens[:, 0])
+    return batch.replace(tokens=tokens.at[:, 0].set(first).reshape(-1))
+
+
+def _prompt_logprobs(model: Model, batch: StepBatch, out: TextOutput) -> dict[str, Array]:
+    """The fields of StepOutput about prompt tokens, from the logits of as many rows at once as fit a GiB."""
+    if not batch.prompt_targets.shape[0]:
+        return {}
+    layout = out.layout
+    targets = jnp.where(layout.valid, batch.prompt_targets, -1)
+    # Logits, their exponentials and what the search for the best makes of them.
+    bytes_per_tile = 4 * 4 * layout.tile * model.cfg.vocab_size
+    values = over_tiles(
+        lambda tile: prompt_logprobs(model.logits(tile[0]), tile[1]),
+        (layout.tiles(out.hidden), layout.tiles(targets)),
+        bytes_per_tile,
+    )
+    names = ("prompt_logprobs", "prompt_top_tokens", "prompt_top_logprobs")
+    return {name: value.reshape(-1, *value.shape[2:]) for name, value in zip(names, values, strict=True)}
 
 
 def _step_output(sampled: Sampled, logits: Array, out: TextOutput, collect: bool) -> StepOutput:
@@ -143,19 +188,43 @@ def start_request(
     cache: Cache,
     slot: Int32[Array, ""],
     prompt_mask: Bool[Array, " vocab"],
+    output_counts: Int32[Array, " vocab"],
     logit_bias: Float[Array, " vocab"],
-    prompt_length: Int32[Array, ""],
+    length: Int32[Array, ""],
 ) -> Cache:
-    """Gives a slot to a new request: call once before its first prefill step. The cache is donated.
+    """Gives a slot to a request: call once before its first prefill step there. The cache is donated.
+
+    A request that was preempted goes on by prefilling its prompt and all tokens it has generated as one prompt.
 
     Args:
-      prompt_mask: tokens that occur in the prompt; `sampling.request_rows` makes this and the next argument.
+      prompt_mask: tokens that occur in the prompt; `sampling.request_rows` makes this and the next two arguments.
+      output_counts: how often each token was generated before a preemption.
       logit_bias: added to every logit.
+      length: tokens of the prompt and those already generated.
     """
     state = begin_request(
-        cache.sampling, slot, prompt_mask=prompt_mask, logit_bias=logit_bias, prompt_length=prompt_length
+        cache.sampling,
+        slot,
+        prompt_mask=prompt_mask,
+        output_counts=output_counts,
+        logit_bias=logit_bias,
+        length=length,
     )
     return cache.replace(sampling=state)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def set_allowed_tokens(cache: Cache, slots: Int32[Array, " n"], masks: UInt32[Array, "n words"]) -> Cache:
+    """Sets which tokens the requests in some slots may be given from now on. The cache is donated.
+
+    `start_request` allows all. All tokens of a step obey the same mask; log-probabilities do not depend on it.
+
+    Args:
+      slots: distinct; a padded row has a slot >= number of slots and sets nothing.
+      masks: token i is allowed if bit i % 32 of word i // 32 is set; words = ⌈vocab / 32⌉.
+    """
+    state = cache.sampling
+    return cache.replace(sampling=state.replace(allowed=state.allowed.at[slots].set(masks, mode="drop")))
 
 
 @flax.struct.dataclass
@@ -260,6 +329,7 @@ def _forward(
         write_starts=zeros,
         encoder_floors=zeros,
         decoder_floors=zeros,
+        prompt_targets=zeros[:0],
         sampling=sampling_params([], rows),
         num_slots=rows,
         page_size=cache_cfg.page_size,

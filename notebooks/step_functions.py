@@ -32,7 +32,8 @@ from dsv4jax.batch import DecodeBucket, DecodeTokens, PrefillBucket, PrefillChun
 from dsv4jax.cache import CacheConfig, init_cache, page_bytes_per_token
 from dsv4jax.checkpoint.load import load_params
 from dsv4jax.config import ModelConfig
-from dsv4jax.sampling import RequestSampling, request_rows
+from dsv4jax.sampling import request_rows
+from dsv4jax.sampling_settings import RequestSampling
 from dsv4jax.steps import decode_step, forward, prefill_step, start_request
 from dsv4jax.tokenizer import Tokenizer
 
@@ -84,8 +85,8 @@ print(
 greedy = RequestSampling(temperature=0.0)
 bucket = PrefillBucket(tokens=192, requests=1, pages=6)
 
-mask, bias = request_rows(prompt, {}, cfg.vocab_size)
-cache = start_request(cache, np.int32(slot), mask, bias, np.int32(len(prompt)))
+rows = request_rows(prompt, [], {}, cfg.vocab_size)
+cache = start_request(cache, np.int32(slot), *rows, np.int32(len(prompt)))
 middle = len(prompt) // 2
 for start, end in ((0, middle), (middle, len(prompt))):
     chunk = PrefillChunk(prompt, start, end, slot, pages, sampling=greedy)

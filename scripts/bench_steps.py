@@ -26,7 +26,7 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
 from dsv4jax.params import Params, abstract_params, named_leaves
 from dsv4jax.quant import ceil_div
-from dsv4jax.sampling import RequestSampling
+from dsv4jax.sampling_settings import RequestSampling
 from dsv4jax.steps import decode_step, forward, prefill_step
 
 _LAYERS = flags.DEFINE_integer("layers", 6, "Layers of the reduced released configuration.")

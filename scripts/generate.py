@@ -20,7 +20,7 @@ from dsv4jax.checkpoint.load import load_params
 from dsv4jax.config import ModelConfig
 from dsv4jax.generate import Generator
 from dsv4jax.numerics import FAST, REFERENCE
-from dsv4jax.sampling import RequestSampling
+from dsv4jax.sampling_settings import RequestSampling
 from dsv4jax.tokenizer import StreamDecoder, Tokenizer
 
 _MODEL = flags.DEFINE_string("model", None, "Checkpoint directory. Default: the small embedded model (random weights).")

@@ -16,7 +16,8 @@ from dsv4jax.batch import (
     with_engram_rows,
 )
 from dsv4jax.cache import Cache, CacheConfig, init_cache
-from dsv4jax.sampling import RequestSampling, request_rows
+from dsv4jax.sampling import request_rows
+from dsv4jax.sampling_settings import RequestSampling
 from dsv4jax.steps import decode_step, prefill_step, start_request
 
 GREEDY = RequestSampling(temperature=0.0)
@@ -50,9 +51,12 @@ class Server:
         if poison:
             self.cache = poisoned(self.cache)
 
-    def start(self, request: Request) -> None:
-        mask, bias = request_rows(request.prompt, {}, self.cfg.vocab_size)
-        self.cache = start_request(self.cache, np.int32(request.slot), mask, bias, np.int32(len(request.prompt)))
+    def start(self, request: Request, generated: int = 0) -> None:
+        """The last `generated` tokens of the prompt were generated before a preemption."""
+        length = len(request.prompt)
+        cut = length - generated
+        rows = request_rows(request.prompt[:cut], request.prompt[cut:], {}, self.cfg.vocab_size)
+        self.cache = start_request(self.cache, np.int32(request.slot), *rows, np.int32(length))
 
     def prefill(self, *parts: tuple[Request, int, int], collect: bool = False):
         """Runs positions start..end of each request's prompt in one step."""

@@ -1,9 +1,8 @@
-"""Prompt encoding against the reference, and splitting replies into reasoning and answer."""
+"""Prompts of chat requests, and requests that are refused."""
 
 import json
 from pathlib import Path
 
-import deepseek_recipe
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,12 +10,13 @@ from hypothesis import strategies as st
 
 from dsv4jax.chat import (
     CHAT_TOKENS,
-    ReplyDelta,
-    ReplyParser,
-    StopStrings,
+    ChatError,
+    effective_tools,
     encode_chat,
+    image_paths,
     render_chat,
     reply_start,
+    resolve_thinking,
 )
 from dsv4jax.tokenizer import Tokenizer
 
@@ -24,22 +24,19 @@ ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data/chat"
 DEFAULT_FILE = ROOT / "dsv4jax/default_model/tokenizer.json"
 RENDER_CASES = json.loads((DATA / "render.json").read_text(encoding="utf-8"))
-REPLY_CASES = json.loads((DATA / "replies.json").read_text(encoding="utf-8"))
 
-HEADERS = {
-    "reasoning": "<｜Assistant｜><think>",
-    "reasoning_continuation": "<｜Assistant｜><think>so far",
-    "content": "<｜Assistant｜></think>",
-    "content_continuation": "<｜Assistant｜><think>so far</think>and",
-}
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def options(request: dict) -> dict:
-    thinking = {None: None, "enabled": True, "adaptive": True, "disabled": False}
-    given = {k: request[k] for k in ("reasoning_effort", "tools", "tool_choice", "response_format") if k in request}
-    return {"thinking": thinking[request.get("thinking", {}).get("type")], **given}
+    template = request.get("chat_template_kwargs", {})
+    switches = {key: request.get(key) for key in ("thinking", "reasoning_effort", "chat_template_kwargs")}
+    thinking, effort = resolve_thinking(**switches)
+    given = {
+        k: request[k] for k in ("tools", "tool_choice", "response_format", "continue_final_message") if k in request
+    }
+    return {"thinking": thinking, "effort": effort, "drop_thinking": template.get("drop_thinking", True), **given}
 
 
 def case_ids(cases):
@@ -56,6 +53,8 @@ def with_call(arguments) -> list[dict]:
 
 GOOD = [case for case in RENDER_CASES if "prompt" in case["expected"]]
 BAD = [case for case in RENDER_CASES if "status" in case["expected"]]
+# The hosted API refuses this one; here a grammar enforces the call after the reasoning (chat section 2.6).
+FORCED_WHILE_THINKING = "tool_choice_required_thinking_error"
 
 
 @pytest.mark.parametrize("case", GOOD, ids=case_ids(GOOD))
@@ -67,63 +66,96 @@ def test_prompts_equal_the_reference(released_tokenizer, case):
     if "prompt_token_ids" in expected:
         assert ids.tolist() == expected["prompt_token_ids"]
     assert reply_start(released_tokenizer, ids) == expected["start"]
+    images = np.count_nonzero(ids == released_tokenizer.control_id("<｜deepseek_image｜>"))
+    assert len(image_paths(request["messages"])) == images
 
 
 @pytest.mark.parametrize("case", BAD, ids=case_ids(BAD))
 def test_requests_that_the_reference_refuses_are_refused(default_tokenizer, case):
-    with pytest.raises(ValueError, match=r"bad chat request: .|reasoning_effort is \d"):
+    if case["id"] == FORCED_WHILE_THINKING:
+        assert render_chat(case["request"]["messages"], **options(case["request"])).endswith("<｜Assistant｜><think>")
+        return
+    with pytest.raises(ChatError) as error:
         encode_chat(default_tokenizer, case["request"]["messages"], **options(case["request"]))
+    field = error.value.param.replace("[", ".").replace("]", "").split(".")
+    value = case["request"]
+    for key in field[:2]:  # the path leads into the request
+        value = value[int(key) if isinstance(value, list) else key]
+    assert error.value.param in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("effort", "number"),
-    [
-        (None, 75),
-        ("minimal", 50),
-        ("ultra", 100),
-        (1, 1),
-        (100, 100),
-        (0.0, 1),
-        (0.004, 1),
-        (0.5, 50),
-        (0.99, 99),
-    ],
-)
+EFFORTS = [(None, 75), ("minimal", 50), ("low", 50), ("medium", 75), ("high", 75), ("xhigh", 75), ("max", 100)]
+EFFORTS += [("ultra", 100), (1, 1), (42, 42), (100, 100), (0.0, 1), (0.004, 1), (0.5, 50), (0.99, 99)]
+
+
+@pytest.mark.parametrize(("effort", "number"), EFFORTS)
 def test_effort_numbers(effort, number):
-    prompt = render_chat([{"role": "system", "content": "Reasoning Effort: 75 ("}, USER], reasoning_effort=effort)
+    thinking, resolved = resolve_thinking(reasoning_effort=effort)
+    assert thinking
+    assert resolve_thinking(chat_template_kwargs={"reasoning_effort": effort}) == (True, number)
+    prompt = render_chat([{"role": "system", "content": "Reasoning Effort: 75 ("}, USER], effort=resolved)
     head = "<｜begin▁of▁sentence｜><｜System｜>"
     line = "Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
     assert prompt == head + line.format(number) + "Reasoning Effort: 75 (<｜User｜>Hi<｜Assistant｜><think>"
 
 
 @pytest.mark.parametrize("effort", ["banana", "", 0, 101, -1, True, 1.0, float("nan"), [75]], ids=repr)
-@pytest.mark.parametrize("thinking", [None, True, False])
-def test_bad_efforts_are_refused_even_without_thinking(effort, thinking):
-    with pytest.raises(ValueError, match=r"reasoning_effort is .* allowed are none, minimal, low"):
-        render_chat([USER], thinking=thinking, reasoning_effort=effort)
+@pytest.mark.parametrize("kind", ["enabled", "disabled"])
+def test_bad_efforts_are_refused_even_without_thinking(effort, kind):
+    for where in ("reasoning_effort", "chat_template_kwargs.reasoning_effort"):
+        field, *inner = where.split(".")
+        with pytest.raises(ChatError, match=r"reasoning_effort is .* allowed are none, minimal, low") as error:
+            resolve_thinking(thinking={"type": kind}, **{field: {inner[0]: effort} if inner else effort})
+        assert error.value.param == where
 
 
 @pytest.mark.parametrize(
-    ("thinking", "effort", "on"),
+    ("fields", "expected"),
     [
-        (None, None, True),
-        (None, "none", False),
-        (True, "none", True),
-        (False, "max", False),
-        (False, None, False),
+        ({}, (True, 75)),
+        ({"reasoning_effort": "none"}, (False, 75)),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "none"}, (True, 75)),
+        ({"thinking": {"type": "adaptive"}, "reasoning_effort": "low"}, (True, 50)),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "max"}, (False, 100)),
+        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"thinking": True}}, (False, 75)),
+        ({"chat_template_kwargs": {"thinking": True}, "reasoning_effort": "none"}, (False, 75)),
+        ({"chat_template_kwargs": {"thinking": False}, "reasoning_effort": "max"}, (False, 100)),
+        ({"chat_template_kwargs": {"thinking": False, "enable_thinking": True}}, (True, 75)),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, (False, 75)),
+        ({"chat_template_kwargs": {"unknown": 1}}, (True, 75)),
+        ({"chat_template_kwargs": {"reasoning_effort": "none"}}, (False, 75)),
+        ({"chat_template_kwargs": {"reasoning_effort": "none"}, "reasoning_effort": "low"}, (True, 50)),
     ],
+    ids=repr,
 )
-def test_thinking_switch(thinking, effort, on):
-    prompt = render_chat([USER], thinking=thinking, reasoning_effort=effort)
-    assert prompt.endswith("<think>" if on else "<｜Assistant｜></think>")
-    assert ("Reasoning Effort: 75" in prompt) == on
+def test_which_field_decides_about_thinking(fields, expected):
+    assert resolve_thinking(**fields) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"thinking": True}, "thinking"),
+        ({"thinking": {"type": "on"}}, "thinking.type"),
+        ({"thinking": {}}, "thinking.type"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"thinking": "yes"}}, "chat_template_kwargs.thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"drop_thinking": 0}}, "chat_template_kwargs.drop_thinking"),
+    ],
+    ids=repr,
+)
+def test_bad_thinking_fields_are_named(fields, param):
+    with pytest.raises(ChatError, match=f"{param} is .*: allowed") as error:
+        resolve_thinking(**fields)
+    assert error.value.param == param
 
 
 @settings(deadline=None, max_examples=40)
-@given(spellings=st.lists(st.sampled_from([*CHAT_TOKENS, "<｜box｜>", "<｜action｜>", " x"]), min_size=1, max_size=4))
+@given(spellings=st.lists(st.sampled_from([*CHAT_TOKENS, "<｜box｜>", " x"]), min_size=1, max_size=4))
 def test_typed_control_tokens_stay_text(default_tokenizer, spellings):
     text = "".join(spellings)
-    control = [default_tokenizer.control_id(t) for t in (*CHAT_TOKENS, "<｜box｜>", "<｜action｜>")]
+    control = [default_tokenizer.control_id(t) for t in (*CHAT_TOKENS, "<｜box｜>")]
 
     def conversation(typed):
         messages = with_call(json.dumps({"key": typed}))
@@ -176,45 +208,154 @@ def test_part_types_of_the_responses_api():
     )
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        (
-            [USER, {"role": "function", "content": "x"}],
-            r"messages\[1\].role is 'function': allowed are system, developer",
-        ),
-        (["Hi"], r"messages\[0\] is of type str"),
-        (
-            [{"role": "user", "content": [{"type": "file"}]}],
-            r"messages\[0\].content\[0\].type is 'file': allowed are text",
-        ),
-        (
-            [{"role": "user", "content": "x", "task": "action"}],
-            r"messages\[0\].task is 'action': task prompts are not",
-        ),
-        ([{"role": "user", "content": None}], "bad chat request: .*content"),
-        ([{"role": "user", "content": "\ud800"}], "bad chat request: not valid JSON"),
-        ([{"role": "user", "content": b"x"}], "bad chat request: not valid JSON"),
-    ],
-)
-def test_bad_messages_are_named(messages, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("task", ["action", "query", "authority", "domain", "title", "read_url"])
+def test_tasks(default_tokenizer, task, thinking):
+    messages = [USER, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "more", "task": task}]
+    think = "<think>" if thinking else "</think>"
+    tail = f"<｜Assistant｜>{think}<｜action｜>" if task == "action" else f"<｜{task}｜>"
+    assert render_chat(messages, thinking=thinking).endswith("yo<｜end▁of▁sentence｜><｜User｜>more" + tail)
+    ids = encode_chat(default_tokenizer, messages, thinking=thinking)
+    assert ids[-1] == default_tokenizer.control_id(f"<｜{task}｜>")
+    assert reply_start(default_tokenizer, ids) == "content"
+
+
+def test_kept_reasoning_of_every_turn():
+    turns = [
+        {"role": "assistant", "content": "a", "reasoning": "first"},
+        USER,
+        {"role": "assistant", "content": "b"},
+        USER,
+        {"role": "assistant", "content": "c", "reasoning": "now", "prefix": True},
+    ]
+    prompt = render_chat([USER, *turns], drop_thinking=False)
+    end = "<｜end▁of▁sentence｜><｜User｜>Hi<｜Assistant｜>"
+    assert prompt.endswith(f"<｜Assistant｜><think>first</think>a{end}<think></think>b{end}<think>now</think>c")
+    without = render_chat([USER, *turns], thinking=False, drop_thinking=False)
+    assert without.endswith(f"<｜Assistant｜></think>a{end}</think>b{end}</think>c")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}], ids=["any", "named"])
+def test_forced_calls(default_tokenizer, choice):
+    tools = [TOOL, {"type": "function", "function": {"name": "g"}}]
+    calls = encode_chat(default_tokenizer, [USER], thinking=False, tools=tools, tool_choice=choice)
+    assert default_tokenizer.decode(calls).endswith("</think>\n\n<｜DSML｜ calls>\n")
+    assert reply_start(default_tokenizer, calls) == "tool_calls"
+    free = render_chat([USER], tools=tools, tool_choice=choice)
+    assert free.endswith("<｜User｜>Hi<｜Assistant｜><think>")
+    assert ('"name": "f"' in free) == (choice == "required") and '"name": "g"' in free
+    assert [t["function"]["name"] for t in effective_tools(tools, choice)] == ["f", "g"][choice != "required" :]
+
+
+def test_no_tools_after_choice_none():
+    assert render_chat([USER], tools=[TOOL], tool_choice="none") == render_chat([USER])
+    assert effective_tools([TOOL], "none") == effective_tools([], None) == effective_tools(None, "auto") == []
+
+
+def test_a_tool_result_may_answer_once_only():
+    twice = [*with_call("{}"), {"role": "tool", "tool_call_id": "c1", "content": "again"}]
+    with pytest.raises(ChatError, match=r"messages\[3\].tool_call_id is 'c1'"):
+        render_chat(twice)
+    with pytest.raises(ChatError, match=r"messages\[1\].tool_calls\[0\] with id 'c1' has no result"):
+        render_chat([*with_call("{}")[:2], USER, with_call("{}")[2]])
+
+
+def test_a_reminder_of_several_parts():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert "<｜latest_reminder｜>a\n\nb<｜Assistant｜>" in render_chat(
+        [USER, {"role": "latest_reminder", "content": parts}]
+    )
+
+
+def part(**fields):
+    return [{"role": "user", "content": [{"type": "text", "text": "x"}, fields]}]
+
+
+def call(**fields):
+    good = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return [USER, {"role": "assistant", "tool_calls": [{**good, **fields}]}]
+
+
+BAD_MESSAGES = [
+    ("Hi", "messages", "is a list"),
+    (["Hi"], "messages[0]", "is an object"),
+    ([{"content": "x"}], "messages[0].role", "are system, developer"),
+    ([USER, {"role": "function", "content": "x"}], "messages[1].role", "are system, developer"),
+    ([{"role": "user", "content": None}], "messages[0].content", "is a string or a list of parts"),
+    ([{"role": "user", "content": b"x"}], "messages[0].content", "is a string or a list of parts"),
+    ([{"role": "user", "content": "\ud800"}], "messages[0].content", "not valid Unicode"),
+    (
+        [USER, {"role": "assistant", "reasoning": "r"}],
+        "messages[1].content",
+        "only on an assistant message with tool_calls",
+    ),
+    ([USER, {"role": "assistant", "content": "", "reasoning": 1}], "messages[1].reasoning", "is a string"),
+    (part(type="file"), "messages[0].content[1].type", "are text"),
+    (part(type="text"), "messages[0].content[1].text", "is a string"),
+    (part(type="image_url"), "messages[0].content[1].image_url", "is an object"),
+    (part(type="image_url", image_url={"url": 5}), "messages[0].content[1].image_url.url", "is a string"),
+    (part(type="image_url", image_url={"url": "zzz"}), "messages[0]", "Unsupported image_url"),
+    ([USER, {"role": "assistant", "content": "", "tool_calls": []}], "messages[1].tool_calls", "at least one call"),
+    ([{**USER, "tool_calls": call()[1]["tool_calls"]}], "messages[0].tool_calls", "on assistant messages"),
+    (call(id=None), "messages[1].tool_calls[0].id", "is a string"),
+    (call(type="x"), "messages[1].tool_calls[0]", '"type": "function"'),
+    (call(function={"arguments": "{}"}), "messages[1].tool_calls[0].function.name", "is a string"),
+    (call(function={"name": "f"}), "messages[1].tool_calls[0].function.arguments", "is a JSON text or an object"),
+    (call(), "messages[1].tool_calls[0]", "has no result"),
+    ([USER, {"role": "tool", "content": "x"}], "messages[1].tool_call_id", "is a string"),
+    ([{"role": "user", "content": "x", "task": "dance"}], "messages[0].task", "are action, query"),
+    ([{"role": "user", "content": "x", "task": "query"}, USER], "messages[0].task", "on the last message only"),
+    ([{"role": "user", "content": "x", "prefix": True}], "messages[0].prefix", "on the last message only"),
+    ([USER, {"role": "assistant", "content": "x", "prefix": "yes"}], "messages[1].prefix", "are true and false"),
+]
+
+
+@pytest.mark.parametrize(("messages", "param", "allowed"), BAD_MESSAGES, ids=[case[1] for case in BAD_MESSAGES])
+def test_bad_messages_are_named(messages, param, allowed):
+    with pytest.raises(ChatError) as error:
         render_chat(messages)
+    assert error.value.param == param
+    assert allowed in str(error.value) and param in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"tool_choice": "required"}, "tool_choice is 'required' but there are no tools"),
-        ({"tool_choice": "sometimes", "tools": [TOOL]}, "bad chat request"),
-        ({"response_format": {"type": "xml"}}, "bad chat request: .*xml"),
-        ({"thinking": "yes"}, "thinking is 'yes'"),
-        ({"tools": [{"type": "web_search"}]}, "bad chat request: .*web_search"),
-    ],
-)
-def test_bad_options_are_named(bad, message):
-    with pytest.raises(ValueError, match=message):
+def tools(**function):
+    return {"tools": [TOOL, {"type": "function", "function": {"name": "g", **function}}]}
+
+
+BAD_OPTIONS = [
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice", "are auto, none, required and"),
+    ({"tool_choice": {"type": "function", "function": {"name": "h"}}, **tools()}, "tool_choice.function.name", "f, g"),
+    ({"tools": TOOL}, "tools", "is a list"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "is function"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "is an object"),
+    (tools(name="a b"), "tools[1].function.name", "are letters"),
+    (tools(name="f"), "tools[1].function.name", "no other tool has"),
+    (tools(description=5), "tools[1].function.description", "is a string"),
+    (tools(parameters={"type": "array"}), "tools[1].function.parameters", '"type": "object"'),
+    (tools(parameters={"type": "object", "x": float("nan")}), "tools[1].function", "not valid JSON"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "are text, json_object"),
+    ({"response_format": "text"}, "response_format.type", "are text, json_object"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", '"schema"'),
+    ({"response_format": {"type": "json_object"}}, "response_format", "word 'json'"),
+    ({"thinking": "yes"}, "thinking", "are True and False"),
+    ({"drop_thinking": None}, "drop_thinking", "are True and False"),
+    ({"effort": 0}, "effort", "integers from 1 to 100"),
+    ({"continue_final_message": True}, "continue_final_message", "only an assistant message"),
+]
+
+
+@pytest.mark.parametrize(("bad", "param", "allowed"), BAD_OPTIONS, ids=[repr(case[0])[:40] for case in BAD_OPTIONS])
+def test_bad_options_are_named(bad, param, allowed):
+    with pytest.raises(ChatError) as error:
         render_chat([USER], **bad)
+    assert error.value.param == param
+    assert allowed in str(error.value) and param in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["text", "regex", "structural_tag"])
+def test_formats_without_text(kind):
+    assert render_chat([USER], response_format={"type": kind}) == render_chat([USER])
 
 
 def test_missing_chat_tokens_are_named():
@@ -226,193 +367,9 @@ def test_missing_chat_tokens_are_named():
         encode_chat(Tokenizer(json.dumps(content)), [USER])
 
 
-# ---- replies ---------------------------------------------------------------------------------------------
-
-
-def header(tokenizer, start):
-    return tokenizer.encode(HEADERS[start], added_vocabulary=True)
-
-
-def parse(tokenizer, start, pushes, stop=()):
-    """All deltas, and the joined text by channel."""
-    parser = ReplyParser(tokenizer, header(tokenizer, start), stop=stop)
-    deltas = []
-    for ids in pushes:
-        deltas += parser.push(ids)
-        if parser.ended:
-            break
-    deltas += parser.finish()
-    assert parser.finish() == []
-    return deltas, joined((d.channel, d.text) for d in deltas)
-
-
-def joined(pairs):
-    text = {"reasoning": "", "content": ""}
-    for channel, piece in pairs:
-        text[channel] += piece
-    return text
-
-
-def reference(recipe_tokenizer, start, pushes, stop=()):
-    """What DeepSeek's stream processor makes of the same ids: (channel, text) pairs per push and finish."""
-    stages = deepseek_recipe.ThinkingInitialStage
-    stage = {
-        "reasoning": stages.ReasoningStart,
-        "reasoning_continuation": stages.ReasoningContinuation,
-        "content": None,
-        "content_continuation": stages.ContentContinuation,
-    }[start]
-    conversation = deepseek_recipe.Conversation([deepseek_recipe.UserMessage("Hi")])
-    request = deepseek_recipe.ConversationRequest(conversation, deepseek_recipe.ModelVersion.DeepseekV41Flash)
-    processor = deepseek_recipe.StreamProcessor(
-        deepseek_recipe.ChatCompletionRequest.chunk_generator(request, "id", "model"),
-        deepseek_recipe.ParsingOptions(parse_tool_calls=False, thinking_initial_stage=stage, stop_sequences=list(stop)),
-        recipe_tokenizer,
-    )
-
-    def texts(chunks):
-        deltas = [choice["delta"] for chunk in chunks for choice in json.loads(chunk.to_json())["choices"]]
-        keys = {"reasoning_content": "reasoning", "content": "content"}
-        return [(channel, d[key]) for d in deltas for key, channel in keys.items() if d.get(key)]
-
-    steps = []
-    for ids in pushes:
-        steps.append(texts(processor.push(deepseek_recipe.InferenceChunk.tokens(ids))))
-        if processor.finished:
-            return [*steps, []]
-    finish = deepseek_recipe.InferenceChunk.finish(deepseek_recipe.InferenceFinishReason.Stop)
-    return [*steps, texts(processor.push(finish)) + texts(processor.finish())]
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize("case", REPLY_CASES, ids=case_ids(REPLY_CASES))
-def test_replies_equal_the_reference(released_tokenizer, case, size):
-    ids = case["token_ids"]
-    pushes = [ids[i : i + size] for i in range(0, len(ids), size)]
-    deltas, text = parse(released_tokenizer, case["start"], pushes, case["stop"])
-    assert text == case["expected"]
-    assert all(d.text for d in deltas)
-
-
-@pytest.fixture(scope="module")
-def recipe_tokenizer():
-    return deepseek_recipe.Tokenizer.from_file(str(DEFAULT_FILE))
-
-
-PIECES = [
-    "\n",
-    "\n\n",
-    "</think>",
-    "<think>",
-    "a",
-    "b",
-    "ab",
-    "the",
-    " ",
-    "🦜",
-    "漢",
-    "<｜box｜>",
-    "｜DSML｜",
-]
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    start=st.sampled_from(sorted(HEADERS)),
-    pieces=st.lists(st.sampled_from(PIECES)),
-    stop=st.lists(st.sampled_from(["ab", "a\n", "bab", "\n", "🦜", "the"]), max_size=3),
-    typed=st.booleans(),
-)
-def test_any_reply_is_split_as_by_the_reference(default_tokenizer, recipe_tokenizer, start, pieces, stop, typed):
-    # With `typed` the spellings are ordinary pieces and must not count as control tokens.
-    ids = [i for p in pieces for i in default_tokenizer.encode(p, added_vocabulary=not typed).tolist()]
-    expected = joined(pair for step in reference(recipe_tokenizer, start, [[i] for i in ids], stop) for pair in step)
-    assert parse(default_tokenizer, start, [[i] for i in ids], stop)[1] == expected
-    assert parse(default_tokenizer, start, [ids], stop)[1] == expected
-    assert parse(default_tokenizer, start, [ids[:3], ids[3:7], ids[7:]], stop)[1] == expected
-
-
-@pytest.mark.parametrize("start", ["reasoning", "content"])
-def test_text_is_released_as_early_as_by_the_reference(default_tokenizer, recipe_tokenizer, start):
-    ids = default_tokenizer.encode("\n\none\n\ntwo 🦜\n</think>\nthree EN\n\n END", added_vocabulary=True)
-    pushes = [[i] for i in ids.tolist()]
-    parser = ReplyParser(default_tokenizer, header(default_tokenizer, start), stop=["END"])
-    for ids, expected in zip(pushes, reference(recipe_tokenizer, start, pushes, ["END"]), strict=False):
-        assert joined((d.channel, d.text) for d in parser.push(ids)) == joined(expected)
-
-
-def test_end_of_sequence_ends_the_reply_and_is_never_text(default_tokenizer):
-    eos, bos, pad = default_tokenizer.eos_id, default_tokenizer.bos_id, default_tokenizer.pad_id
-    text = default_tokenizer.encode("never closed").tolist()
-    parser = ReplyParser(default_tokenizer, header(default_tokenizer, "reasoning"))
-    assert parser.push([bos, *text, pad, eos, *text]) == [ReplyDelta("reasoning", "never closed")]
-    assert parser.ended and parser.finish() == []
-    with pytest.raises(ValueError, match="reply has ended"):
-        parser.push(text)
-
-
-def test_a_reply_cut_inside_a_character_shows_one_replacement(default_tokenizer):
-    ids = default_tokenizer.encode("ok 🦜").tolist()[:-1]
-    for start in HEADERS:
-        deltas, text = parse(default_tokenizer, start, [[i] for i in ids])
-        channel = start.split("_")[0]
-        assert text[channel] == "ok \ufffd"
-        assert deltas[-1] == ReplyDelta(channel, "\ufffd")
-        assert "\ufffd" not in "".join(d.text for d in deltas[:-1])
-
-
 @pytest.mark.parametrize(
     "prompt", ["", "Hi", "<｜User｜>Hi<｜Assistant｜>", "<｜Assistant｜></think>a<｜end▁of▁sentence｜>"]
 )
 def test_a_prompt_without_an_open_turn_is_refused(default_tokenizer, prompt):
     with pytest.raises(ValueError, match="does not end in an open assistant turn"):
-        ReplyParser(default_tokenizer, default_tokenizer.encode(prompt, added_vocabulary=True))
-
-
-def test_a_forced_tool_call_is_refused(default_tokenizer):
-    prompt = encode_chat(default_tokenizer, [USER], thinking=False, tools=[TOOL], tool_choice="required")
-    with pytest.raises(ValueError, match="forces a tool call"):
-        ReplyParser(default_tokenizer, prompt)
-
-
-@pytest.mark.parametrize("bad", ["END", [""], [1]])
-def test_bad_stop_strings_are_refused(default_tokenizer, bad):
-    with pytest.raises(ValueError, match="sequence of non-empty strings"):
-        ReplyParser(default_tokenizer, header(default_tokenizer, "content"), stop=bad)
-
-
-@pytest.mark.parametrize(
-    ("stop", "pieces", "expected"),
-    [
-        (["MNOPQ"], ["KL", "MN", "OP", "Q"], ["KL", "", "", ""]),
-        (["MNOPQ"], ["KL", "MN", "OP", "R"], ["KL", "", "", "MNOPR"]),
-        (["delta echo"], ["a del", "ta ech", "o b"], ["a ", "", ""]),
-        (["halt"], ["now halting"], ["now "]),
-        (["abcd", "bc"], ["abcd"], ["a"]),
-        (["b", "ab"], ["xab"], ["xa"]),
-        (["ab", "b"], ["xab"], ["x"]),
-        (["aab"], ["aaa", "b"], ["a", ""]),
-    ],
-)
-def test_stop_strings(stop, pieces, expected):
-    matcher = StopStrings(stop)
-    assert [matcher.push(piece) for piece in pieces] == expected
-
-
-@settings(deadline=None)
-@given(
-    text=st.text("ab", max_size=20),
-    stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
-    sizes=st.lists(st.integers(1, 5), min_size=1),
-)
-def test_stop_strings_do_not_depend_on_the_cuts(text, stop, sizes):
-    completed = [text[:end].removesuffix(s) for end in range(len(text) + 1) for s in stop if text[:end].endswith(s)]
-    kept = completed[0] if completed else text
-    matcher, output, at = StopStrings(stop), "", 0
-    for size in sizes * 20:
-        if not matcher.matched:
-            output += matcher.push(text[at : at + size])
-            at += size
-            assert matcher.matched or len(text[:at]) - len(output) < max(map(len, stop), default=1)
-    assert output + matcher.release() == kept
-    assert matcher.matched == bool(completed)
+        reply_start(default_tokenizer, default_tokenizer.encode(prompt, added_vocabulary=True))

@@ -237,4 +237,4 @@ def test_ids_outside_the_vocabulary_are_refused_before_any_lookup(token):
         chunk = PrefillChunk(np.array([5, token, 6]), 0, 3, slot=0, pages=[0])
         prefill_batch(cfg, CacheConfig(1, 1), [chunk], PrefillBucket(16, 1, 1))
     with pytest.raises(ValueError, match=f"token id {token} "):
-        decode_batch(cfg, CacheConfig(1, 1), [DecodeTokens([token], 3, 0, [0])], DecodeBucket(1, 1))
+        decode_batch(cfg, CacheConfig(1, 1), [DecodeTokens([5, token], 3, 0, [0])], DecodeBucket(1, 1, 2))

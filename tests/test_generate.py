@@ -13,7 +13,7 @@ from serving import SMALL_DECODE, SMALL_PREFILL, Request, Server
 
 from dsv4jax.generate import Generator
 from dsv4jax.numerics import REFERENCE
-from dsv4jax.sampling import RequestSampling
+from dsv4jax.sampling_settings import RequestSampling
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "generate.py"
 PROMPTS = [np.arange(5, 47, dtype=np.int32), np.arange(100, 109, dtype=np.int32)]

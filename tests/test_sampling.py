@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from dsv4jax import sampling
-from dsv4jax.sampling import RequestSampling, sampling_params
+from dsv4jax.sampling import sampling_params
+from dsv4jax.sampling_settings import RequestSampling
 
 VOCAB, SLOTS, RING = 40, 5, 4
 ROWS = 400  # every batch of single tokens is padded to this, every step has 4 rows of RING tokens
@@ -76,9 +77,22 @@ def new_state(prompts=(), biases=None, vocab=VOCAB):
     """State in which slot i holds a request with prompts[i], nothing generated."""
     state = sampling.init_sampling_state(SLOTS, vocab, RING)
     for slot, prompt in enumerate(prompts):
-        mask, bias = sampling.request_rows(prompt, (biases or {}).get(slot, {}), vocab)
-        state = begin_request(state, slot, prompt_mask=mask, logit_bias=bias, prompt_length=len(prompt))
+        state = begun(state, slot, prompt, bias=(biases or {}).get(slot, {}), vocab=vocab)
     return state
+
+
+def begun(state, slot, prompt, outputs=(), bias=None, vocab=VOCAB):
+    """State after a request got a slot, perhaps with tokens it generated before."""
+    mask, counts, bias = sampling.request_rows(prompt, outputs, bias or {}, vocab)
+    return begin_request(
+        state, slot, prompt_mask=mask, output_counts=counts, logit_bias=bias, length=len(prompt) + len(outputs)
+    )
+
+
+def bit_masks(allowed):
+    """[..., vocab] bool as words of 32 bits."""
+    padded = np.pad(allowed, [(0, 0)] * (allowed.ndim - 1) + [(0, -allowed.shape[-1] % 32)])
+    return np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
 
 
 def draw(logits, requests, state=None, token=0, positions=0, rows=ROWS):
@@ -394,8 +408,9 @@ def test_padded_rows_write_nothing_and_return_zeros():
         state,
         PADDED_SLOT,
         prompt_mask=np.ones(VOCAB, bool),
+        output_counts=np.ones(VOCAB, np.int32),
         logit_bias=np.ones(VOCAB, np.float32),
-        prompt_length=3,
+        length=3,
     )
     jax.tree.map(np.testing.assert_array_equal, dropped, state)
 
@@ -444,8 +459,7 @@ def run_requests(runs, truths, prompts, logits, rng):
         recent_tokens=state.recent_tokens + 5,
     )
     for slot, prompt in zip(slots, prompts, strict=True):
-        mask, bias = sampling.request_rows(prompt, {}, VOCAB)
-        state = begin_request(state, slot, prompt_mask=mask, logit_bias=bias, prompt_length=len(prompt))
+        state = begun(state, slot, prompt)
         chunk = np.array(prompt, np.int32)[None]
         state = record_tokens(
             state,
@@ -505,7 +519,136 @@ def test_rejected_drafts_leave_no_trace(runs, data_seed):
             np.testing.assert_allclose(adjusted, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_preempted_request_keeps_its_penalties_and_noise():
+    """A slot that begins with generated tokens samples what one that generated them step by step samples."""
+    prompt, outputs = [4, 8, 4], [5, 8, 5, 2, 5, 30]
+    logits = np.tile((np.random.default_rng(13).normal(size=VOCAB) * 2).astype(np.float32), (1, 1, 1))
+    request = dataclasses.replace(PENALISED, temperature=1.0, seed=9)
+
+    def after(state, i, token):
+        """One step whose input is output i."""
+        column = np.array([[len(prompt) + i]], np.int32)
+        params, slots = sampling_params([request], 1), np.array([0], np.int32)
+        return step(state, logits, params, slots, np.array([[token]], np.int32), column, np.ones((1, 1), bool))
+
+    state = new_state([prompt])
+    for i, token in enumerate(outputs):
+        state, sampled, adjusted = after(state, i, token)
+    # The last step of the second prefill: its input, the newest output, is in the counts already.
+    again = begun(new_state([[1]]), 0, prompt, outputs)
+    newest = len(prompt) + len(outputs) - 1
+    batch = (
+        logits, again, sampling_params([request], 1), np.array([0], np.int32), np.array([[30]], np.int32),
+        np.array([[newest]], np.int32), np.ones((1, 1), bool),
+    )  # fmt: skip
+    np.testing.assert_array_equal(jax.jit(sampling.adjusted_logits)(*batch), adjusted)
+    jax.tree.map(np.testing.assert_array_equal, sample(*batch), sampled)
+    for i, token in enumerate([7, 5, 7], len(outputs)):
+        state, sampled, adjusted = after(state, i, token)
+        again, sampled_again, adjusted_again = after(again, i, token)
+        np.testing.assert_array_equal(adjusted_again, adjusted)
+        jax.tree.map(np.testing.assert_array_equal, sampled_again, sampled)
+    np.testing.assert_array_equal(again.output_counts[0], state.output_counts[0])
+
+
+# Allowed tokens.
+
+
+@pytest.mark.parametrize("fields", DISTRIBUTIONS, ids=str)
+def test_draws_follow_the_distribution_of_the_allowed_tokens(fields):
+    draws = 4000
+    rng = np.random.default_rng(14)
+    logits = (rng.normal(size=VOCAB) * 1.5).astype(np.float32)
+    allowed = rng.random(VOCAB) < 0.4
+    allowed[[VOCAB - 1, int(logits.argmax())]] = True, False
+    state = new_state([PROMPT])
+    state = state.replace(allowed=state.allowed.at[0].set(bit_masks(allowed)))
+    requests = [RequestSampling(seed=seed, **fields) for seed in range(draws)]
+    sampled = draw(np.tile(logits, (draws, 1)), requests, state, token=9, positions=len(PROMPT), rows=draws)
+    adjusted = expected_adjusted(logits, RequestSampling(**fields), PROMPT, [9], 0)
+    expected = expected_distribution(np.where(allowed, adjusted, -np.inf), RequestSampling(**fields))
+    assert_distributed(sampled.tokens, expected)
+    raw = special.log_softmax(logits.astype(np.float64))
+    np.testing.assert_allclose(sampled.logprobs, raw[sampled.tokens], rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(data_seed=st.integers(0, 2**32), greedy=st.booleans())
+def test_a_mask_is_a_bias_of_minus_infinity_and_moves_no_other_row(data_seed, greedy):
+    rng = np.random.default_rng(data_seed)
+    logits = rng.normal(size=(4, RING, VOCAB)).astype(np.float32)
+    tokens = rng.integers(0, VOCAB, (4, RING)).astype(np.int32)
+    positions = np.tile(np.arange(3, 3 + RING, dtype=np.int32), (4, 1))
+    request = RequestSampling(temperature=0.0 if greedy else 0.9, seed=3, top_p=0.9, top_logprobs=4)
+    allowed = rng.random((2, VOCAB)) < rng.random((2, 1))
+    allowed[:, rng.integers(VOCAB)] = True
+
+    def run(state):
+        batch = (sampling_params([request] * 4, 4), np.arange(4, dtype=np.int32), tokens, positions)
+        return step(state, logits, *batch, np.ones((4, RING), bool))[1]
+
+    free = new_state([[1, 2, 3]] * 4)
+    masked = free.replace(allowed=free.allowed.at[np.array([0, 2])].set(bit_masks(allowed)))
+    bias = np.where(allowed, 0, -np.inf).astype(np.float32)
+    biased = free.replace(logit_bias=free.logit_bias.at[np.array([0, 2])].set(bias))
+    jax.tree.map(np.testing.assert_array_equal, run(masked), run(biased))
+    rows = np.array([1, 3])
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[rows], b[rows]), run(masked), run(free))
+    assert np.all(np.take_along_axis(allowed[:, None], np.asarray(run(masked).tokens)[[0, 2], :, None], 2))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.5}], ids=["greedy", "plain", "filters"]
+)
+def test_a_row_without_an_allowed_token_is_marked_and_others_untouched(fields):
+    logits = np.random.default_rng(15).normal(size=(3, 1, VOCAB)).astype(np.float32)
+    logits[1, 0, 5] = -np.inf
+    state = new_state([[1]] * 3)
+    masks = bit_masks(np.stack([np.zeros(VOCAB, bool), np.arange(VOCAB) == 5]))  # nothing, only what cannot be
+    nothing = state.replace(allowed=state.allowed.at[:2].set(masks))
+
+    def run(state):
+        params = sampling_params([RequestSampling(seed=1, top_logprobs=2, **fields)] * 3, 3)
+        column = np.ones((3, 1), np.int32)
+        return sample(logits, state, params, np.arange(3, dtype=np.int32), column, column, np.ones((3, 1), bool))
+
+    marked, free = run(nothing), run(state)
+    assert np.asarray(marked.tokens)[:2].tolist() == [[0], [0]]
+    assert np.isnan(marked.logprobs[:2]).all()
+    np.testing.assert_array_equal(marked.top_logprobs, free.top_logprobs)  # of the raw distribution
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[2], b[2]), marked, free)
+
+
+# Tokens that stay on the device.
+
+
+def test_the_token_after_the_last_valid_one_is_kept():
+    state = new_state([[1]] * SLOTS).replace(next_tokens=np.full(SLOTS, 33, np.int32))
+    sampled = np.arange(4 * RING, dtype=np.int32).reshape(4, RING)
+    valid = np.arange(RING) < np.array([[RING], [2], [0], [3]])
+    slots = np.array([2, 0, 1, PADDED_SLOT], np.int32)
+    kept = jax.jit(sampling.keep_next_tokens)(state, slots, sampled, valid).next_tokens
+    assert kept.tolist() == [RING + 1, 33, RING - 1, 33, 33]
+
+
 # Log-probabilities.
+
+
+def test_prompt_logprobs():
+    rng = np.random.default_rng(16)
+    logits = (rng.normal(size=(6, VOCAB)) * 4).astype(np.float32)
+    logits[3, 7] = np.nan
+    order = np.argsort(-logits, axis=1, kind="stable")
+    targets = np.array([5, -1, order[2, 4], 8, order[4, 0], order[5, 19]], np.int32)
+    logprobs, ids, top = jax.jit(sampling.prompt_logprobs)(logits, targets)
+    expected = special.log_softmax(logits.astype(np.float64), axis=1)
+    for row in (0, 2, 4, 5):
+        np.testing.assert_allclose(logprobs[row], expected[row, targets[row]], rtol=1e-5)
+        np.testing.assert_array_equal(ids[row], order[row, :20])
+        np.testing.assert_allclose(top[row], expected[row, order[row, :20]], rtol=1e-5, atol=1e-6)
+    assert [logprobs[2], logprobs[4], logprobs[5]] == [top[2, 4], top[4, 0], top[5, 19]]
+    assert not logprobs[1] and not ids[1].any() and not top[1].any()
+    assert np.isnan(logprobs[3]) and np.isnan(top[3]).all()
 
 
 @pytest.mark.parametrize("top_logprobs", [-1, 0, 1, 5, 20])
@@ -636,10 +779,10 @@ def test_more_requests_than_rows_are_refused():
 @pytest.mark.parametrize(
     ("prompt", "bias", "message"),
     [
-        ([1, 40], {}, r"prompt_tokens\[1\] must be an integer from 0 to 39, got 40"),
-        (np.array([-1]), {}, r"prompt_tokens\[0\] .* got -1"),
-        (np.array([1.5]), {}, "prompt_tokens must be a flat sequence of integers"),
-        (np.array([[1]]), {}, "prompt_tokens must be a flat sequence of integers"),
+        ([1, 40], {}, r"prompt\[1\] must be an integer from 0 to 39, got 40"),
+        (np.array([-1]), {}, r"prompt\[0\] .* got -1"),
+        (np.array([1.5]), {}, "prompt must be a flat sequence of integers"),
+        (np.array([[1]]), {}, "prompt must be a flat sequence of integers"),
         ([1], {40: 1.0}, "logit_bias key must be an integer from 0 to 39, got 40"),
         ([1], {-1: 1.0}, "logit_bias key .* got -1"),
         ([1], {2: 101.0}, r"logit_bias\[2\] must be .* got 101.0"),
@@ -648,14 +791,18 @@ def test_more_requests_than_rows_are_refused():
 )
 def test_bad_request_rows_are_refused(prompt, bias, message):
     with pytest.raises(ValueError, match=message):
-        sampling.request_rows(prompt, bias, VOCAB)
+        sampling.request_rows(prompt, (), bias, VOCAB)
+    if not bias:
+        with pytest.raises(ValueError, match=message.replace("prompt", "outputs")):
+            sampling.request_rows([1], prompt, bias, VOCAB)
 
 
 def test_request_rows():
-    mask, bias = sampling.request_rows([3, 5, 3], {7: -100, 0: 2.5}, VOCAB)
+    mask, counts, bias = sampling.request_rows([3, 5, 3], np.array([9, 3, 9]), {7: -100, 0: 2.5}, VOCAB)
     assert mask.dtype == bool and np.flatnonzero(mask).tolist() == [3, 5]
+    assert counts.dtype == np.int32 and counts[[3, 9]].tolist() == [1, 2] and counts.sum() == 3
     assert bias.dtype == np.float32 and bias[[0, 7]].tolist() == [2.5, -100.0] and np.count_nonzero(bias) == 2
-    assert not sampling.request_rows([], {}, VOCAB)[0].any()
+    assert not any(row.any() for row in sampling.request_rows([], [], {}, VOCAB))
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])

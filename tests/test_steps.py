@@ -1,7 +1,9 @@
 """The step functions: any way of serving a request gives what one whole-sequence run gives."""
 
 import dataclasses
+import functools
 import inspect
+import itertools
 
 import chex
 import jax
@@ -14,11 +16,12 @@ from hypothesis import strategies as st
 from serving import GREEDY, SMALL_DECODE, SMALL_PREFILL, Request, Server
 
 import dsv4jax.cache
-from dsv4jax.batch import DecodeBucket, PrefillBucket, replay_start
+from dsv4jax.batch import NEXT_TOKEN, DecodeBucket, PrefillBucket, replay_start
+from dsv4jax.model import layout
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
 from dsv4jax.quant import qdq_fp8, qdq_mxfp4, qdq_nvfp4
-from dsv4jax.sampling import RequestSampling
-from dsv4jax.steps import decode_step, forward, prefill_step
+from dsv4jax.sampling_settings import RequestSampling
+from dsv4jax.steps import decode_step, forward, prefill_step, set_allowed_tokens
 
 LENGTH = 120
 TOLERANCE = 1e-4
@@ -219,6 +222,202 @@ def test_greedy_token_is_the_best_logit_and_logprobs_are_the_models(tiny, sequen
     assert int(output.tokens[0, 0]) == int(np.argmax(expected[0, 29]))
     np.testing.assert_allclose(output.logprobs[0, 0], logprobs.max(), atol=1e-4)
     np.testing.assert_allclose(output.top_logprobs[0, 0, :5], np.sort(logprobs)[::-1][:5], atol=1e-4)
+
+
+# What an engine that runs ahead of its tokens needs.
+
+PENALISED = RequestSampling(
+    temperature=0.9, top_p=0.95, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2, seed=11
+)
+KINDS = [PENALISED, dataclasses.replace(PENALISED, temperature=0.0), RequestSampling(seed=-3, min_p=0.02)]
+SINGLE = DecodeBucket(requests=3, pages=PAGES)
+
+
+def own_pages(i: int) -> list[int]:
+    return list(range(i * PAGES, (i + 1) * PAGES))
+
+
+def read(outputs):
+    return [np.asarray(o.tokens)[:, 0].tolist() for o in outputs]
+
+
+@pytest.mark.parametrize("decode", [SINGLE, SMALL_DECODE], ids=["1 column", "6 columns"])
+def test_tokens_that_never_leave_the_device_are_those_fed_by_the_host(tiny, sequences, decode):
+    """Requests of all kinds join and leave a running batch; nothing is read before the end."""
+    tokens, _ = sequences
+    steps, begin, slots = 14, (0, 2, 5), (2, 0, 1)
+
+    def run(ahead: bool):
+        server = serve(tiny, decode=decode)
+        requests = [Request(tokens[i, : 9 + 7 * i], slots[i], own_pages(i), KINDS[i]) for i in range(3)]
+        position, newest, rows, outputs = {}, {}, [], []
+        for step in range(steps):
+            for i in (i for i in range(3) if begin[i] == step):
+                server.start(requests[i])
+                cut = len(requests[i].prompt) // 2
+                server.prefill((requests[i], 0, cut))
+                outputs.append(server.prefill((requests[i], cut, len(requests[i].prompt))))
+                rows.append([i])
+                position[i] = len(requests[i].prompt)
+                newest[i] = NEXT_TOKEN if ahead else int(outputs[-1].tokens[0, 0])
+            # Request 0 pauses for a step, and another order of rows is another batch.
+            running = sorted((i for i in position if (i, step) != (0, 7)), key=lambda i: (i + step) % 3)
+            outputs.append(server.decode(*((requests[i], position[i], [newest[i]]) for i in running)))
+            rows.append(running)
+            for row, i in enumerate(running):
+                position[i] += 1
+                newest[i] = NEXT_TOKEN if ahead else int(outputs[-1].tokens[row, 0])
+        streams = {i: [] for i in range(3)}
+        for out, running in zip(read(outputs), rows, strict=True):
+            for row, i in enumerate(running):
+                streams[i].append(out[row])
+        return streams, server.cache
+
+    ahead, ahead_cache = run(ahead=True)
+    fed, fed_cache = run(ahead=False)
+    assert ahead == fed
+    assert min(len(set(stream)) for stream in fed.values()) > 4
+    chex.assert_trees_all_equal(ahead_cache, fed_cache)  # counted for penalties, hashed for Engram: all of it
+
+
+def test_next_token_after_several_tokens_is_the_one_after_the_last(tiny, sequences):
+    tokens, _ = sequences
+    server = serve(tiny)
+    requests = [Request(tokens[i, :10], i, own_pages(i)) for i in range(2)]
+    for request in requests:
+        server.start(request)
+        server.prefill((request, 0, 10))
+    output = server.decode((requests[0], 10, tokens[0, 10:14]), (requests[1], 10, tokens[1, 10:12]))
+    after = [int(output.tokens[0, 3]), int(output.tokens[1, 1])]
+    assert np.asarray(server.cache.sampling.next_tokens)[:2].tolist() == after
+    # The same with drafts behind it as with the token given.
+    cache = jax.tree.map(jnp.copy, server.cache)
+    ahead = server.decode((requests[0], 14, [NEXT_TOKEN, 7, 8]), (requests[1], 12, [NEXT_TOKEN]))
+    server.cache = cache
+    given = server.decode((requests[0], 14, [after[0], 7, 8]), (requests[1], 12, [after[1]]))
+    chex.assert_trees_all_equal(ahead, given)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 9, 15])
+@pytest.mark.parametrize("kind", range(3), ids=["seeded penalties", "greedy penalties", "seeded"])
+def test_a_preempted_request_goes_on_as_if_undisturbed(tiny, sequences, kind, cut):
+    """Prefilled anew with what it has generated, elsewhere, among others; the old slot has a new owner by then."""
+    tokens, _ = sequences
+    server = serve(tiny, decode=SINGLE)
+    request = Request(tokens[kind, :13], 1, own_pages(0), KINDS[kind])
+
+    def generate(request, count):
+        outputs = [server.prefill((request, 0, 7)), server.prefill((request, 7, len(request.prompt)))][1:]
+        start = len(request.prompt)
+        outputs += [server.decode((request, start + i, [NEXT_TOKEN])) for i in range(count - 1)]
+        return [tokens[0] for tokens in read(outputs)]
+
+    server.start(request)
+    undisturbed = generate(request, 20)
+    assert len(set(undisturbed)) > 5
+    server.start(request)
+    first = generate(request, cut)
+    other = Request(tokens[2, :30], 1, own_pages(0))
+    server.start(other)
+    server.prefill((other, 0, 30))
+    again = dataclasses.replace(
+        request, prompt=np.concatenate([request.prompt, np.int32(first)]), slot=2, pages=own_pages(2)[::-1]
+    )
+    server.start(again, generated=cut)
+    assert first + generate(again, 20 - cut) == undisturbed
+
+
+def test_only_allowed_tokens_are_sampled_until_the_slot_begins_anew(tiny, sequences):
+    tokens, expected = sequences
+    vocab = tiny.cfg.vocab_size
+    server = serve(tiny, decode=SINGLE)
+    requests = [Request(tokens[i, :20], i, own_pages(i)) for i in range(2)]
+    few = np.zeros(vocab, bool)
+    few[[7, 40, 300]] = True
+    masks = np.packbits(few, bitorder="little").view(np.uint32)[None].repeat(2, 0)
+    for request in requests:
+        server.start(request)
+    server.cache = set_allowed_tokens(server.cache, np.int32([1, 3]), masks)  # 3: a padded row
+    output = server.prefill(*((r, 0, 20) for r in requests))
+    best = int(np.argmax(np.where(few, expected[1, 19], -np.inf)))
+    assert np.asarray(output.tokens)[:2, 0].tolist() == [int(expected[0, 19].argmax()), best]
+    np.testing.assert_allclose(output.logprobs[1, 0], jax.nn.log_softmax(expected[1, 19])[best], atol=1e-4)
+    assert int(server.decode((requests[1], 20, [NEXT_TOKEN])).tokens[0, 0]) in (7, 40, 300)
+    server.start(requests[1])
+    assert int(server.prefill((requests[1], 0, 20)).tokens[0, 0]) == int(expected[1, 19].argmax())
+
+
+def test_prompt_logprobs_are_those_of_the_whole_run_in_any_chunks(tiny, sequences, monkeypatch):
+    tokens, expected = sequences
+    prompts = [tokens[0, :41], tokens[1, :1], tokens[2, :17]]
+    bucket = dataclasses.replace(SMALL_PREFILL, prompt_logprobs=True)
+    for rows_at_once, cuts in ((48, (0, 23, 41)), (8, (0, 1, 4, 30, 41))):
+        # The limit of memory: all rows at once, and a few in several rounds.
+        over_tiles = functools.partial(layout.over_tiles, limit=16 * rows_at_once * tiny.cfg.vocab_size)
+        monkeypatch.setattr("dsv4jax.steps.over_tiles", over_tiles)
+        prefill_step.clear_cache()
+        server = serve(tiny, prefill=bucket, poison=True)
+        requests = [Request(prompt, i, own_pages(i)) for i, prompt in enumerate(prompts)]
+        for request in requests:
+            server.start(request)
+        others = [(r, 0, len(r.prompt)) for r in requests[1:]]
+        for start, end in itertools.pairwise(cuts):
+            parts = [(requests[0], start, end), *others]
+            output, offset = server.prefill(*parts), 0
+            values, ids, top = (
+                np.asarray(a) for a in (output.prompt_logprobs, output.prompt_top_tokens, output.prompt_top_logprobs)
+            )
+            filled = np.zeros(bucket.tokens, bool)
+            for request, first, last in parts:
+                with_target = min(last, len(request.prompt) - 1) - first
+                rows = slice(offset, offset + with_target)
+                filled[rows] = True
+                direct = np.asarray(jax.nn.log_softmax(expected[request.slot, first : first + with_target]))
+                following = request.prompt[first + 1 : first + 1 + with_target]
+                np.testing.assert_allclose(
+                    values[rows], np.take_along_axis(direct, following[:, None], 1)[:, 0], atol=TOLERANCE
+                )
+                np.testing.assert_allclose(top[rows], -np.sort(-direct)[:, :20], atol=TOLERANCE)
+                np.testing.assert_allclose(np.take_along_axis(direct, ids[rows], 1), top[rows], atol=TOLERANCE)
+                offset += -(-(last - first) // bucket.tile) * bucket.tile
+            for array in (values, ids, top):
+                assert not array[~filled].any()
+            others = []
+    prefill_step.clear_cache()
+
+
+def test_a_prompt_logprob_is_its_entry_among_the_best_to_the_bit(quantized, sequences):
+    """Every token is followed by one of its 20 best, in the arithmetic of the model itself."""
+    tokens, _ = sequences
+    bucket = PrefillBucket(tokens=16, requests=1, pages=PAGES, prompt_logprobs=True)
+    server = serve(quantized, REFERENCE, prefill=bucket)
+    prompt = tokens[0, :1]
+    for rank in (0, 3, 19, 7):
+        request = Request(np.append(prompt, np.int32(0)), 0, own_pages(0))
+        server.start(request)
+        best = np.asarray(server.prefill((request, 0, len(request.prompt))).prompt_top_tokens)
+        prompt = np.append(prompt, best[len(prompt) - 1, rank])
+    request = Request(prompt, 0, own_pages(0))
+    server.start(request)
+    output = server.prefill((request, 0, len(prompt)))
+    top = np.asarray(output.prompt_top_logprobs)[np.arange(4), [0, 3, 19, 7]]
+    np.testing.assert_array_equal(np.asarray(output.prompt_logprobs)[:4], top)
+    assert np.all(top < 0)
+
+
+def test_tokens_of_a_prefix_hit_have_no_prompt_logprobs(tiny, sequences):
+    tokens, expected = sequences
+    bucket = dataclasses.replace(SMALL_PREFILL, prompt_logprobs=True)
+    server = serve(tiny, prefill=bucket)
+    owner = Request(tokens[0, :32], 0, own_pages(0))
+    server.start(owner)
+    assert server.prefill((owner, 0, 32)).prompt_logprobs[:31].all()
+    hit = Request(tokens[0, :32], 1, [*own_pages(0)[:2], *own_pages(1)[2:]], cached=16)
+    server.start(hit)
+    values = np.asarray(server.prefill((hit, 0, 32)).prompt_logprobs)
+    direct = np.asarray(jax.nn.log_softmax(expected[0, 16:31]))
+    np.testing.assert_allclose(values[16:31], direct[np.arange(15), tokens[0, 17:32]], atol=TOLERANCE)
+    assert not values[:16].any()
 
 
 # Bounded replay of the decoder half (architecture section 9.5).
@@ -457,6 +656,8 @@ def test_missing_tables_and_missing_history_are_refused(quantized, sequences):
     server.tables = Tables(layers)
     with pytest.raises(ValueError, match="history: Engram tables on the host need the 3 token ids"):
         server.decode((Request(tokens[0, :8], 0, [0, 1]), 8, [5]), history=[4, 5])
+    with pytest.raises(ValueError, match="NEXT_TOKEN is known on the device only"):
+        server.decode((Request(tokens[0, :8], 0, [0, 1]), 8, [NEXT_TOKEN]), history=[4, 5, 6])
 
 
 @pytest.mark.parametrize(
