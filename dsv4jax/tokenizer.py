@@ -191,6 +191,8 @@ def check_ids(ids: TokenIds, vocab_size: int) -> list[int]:
     Raises:
       ValueError: an id is not an integer in [0, vocab_size).
     """
+    if type(ids) is list and len(ids) < 16 and all(type(i) is int and 0 <= i < vocab_size for i in ids):
+        return ids  # one step's ids, checked in a fraction of numpy's time
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"token ids must be a flat sequence of integers, not {array.dtype} of shape {array.shape}")

@@ -1,0 +1,184 @@
+"""The loop: schedule, dispatch, and finish the step before on the host while the device works."""
+
+import collections
+import dataclasses
+import logging
+import time
+
+import numpy as np
+
+from dsv4jax.engine.plan import Executor, StepPlan
+from dsv4jax.engine.records import EngineStats, Observer, RequestRecord, StepRecord
+from dsv4jax.engine.request import FinishReason, GenerationRequest
+from dsv4jax.engine.scheduler import Scheduler
+from dsv4jax.engine.sequence import Sequence
+
+_log = logging.getLogger(__name__)
+_MAX_FAILURES_IN_A_ROW = 5
+
+
+@dataclasses.dataclass(eq=False)
+class _Dispatched:
+    plan: StepPlan
+    cached_tokens: int
+    schedule_seconds: float
+    after_idle: bool
+
+
+class Engine:
+    """Drives a scheduler and an executor. Not thread safe; `AsyncEngine` gives it a thread.
+
+    Args:
+      depth: steps dispatched and not yet finished on the host, at most.
+      max_failures: a choice ends with an error after this many failed steps.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, observer: Observer, depth: int = 2, max_failures: int = 2
+    ):
+        if not 1 <= depth <= 2:
+            raise ValueError(f"depth = {depth}: must be 1 or 2, masks are known one token ahead")
+        self.scheduler, self.executor = scheduler, executor
+        self._observer, self._depth, self._max_failures = observer, depth, max_failures
+        self._in_flight: collections.deque[_Dispatched] = collections.deque()
+        self._totals = np.zeros(4)  # device, schedule, update, gap seconds
+        self._tokens = [0, 0, 0]  # cached, computed, output
+        self._steps = 0
+        self._failures = 0  # since a step succeeded
+        self._was_idle = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs, waits or is in flight."""
+        return not (self._in_flight or self.scheduler.num_running or self.scheduler.num_waiting)
+
+    def submit(self, request: GenerationRequest) -> list[Sequence]:
+        """Takes a request that `Scheduler.check` accepts; returns its choices."""
+        self.scheduler.check(request)
+        sequences = self.scheduler.prepare(request)
+        self.scheduler.submit(sequences, self.executor.now())
+        return sequences
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a choice from outside, whatever its state."""
+        if sequence.finish_reason is None:
+            self.scheduler.finish(sequence, reason)
+            self._ended([sequence])
+
+    def step(self) -> list[Sequence]:
+        """Dispatches the next step and finishes the oldest one as far as the depth demands.
+
+        Returns the choices that have new tokens or have ended; [] also if there was nothing to do. A step that fails is
+        logged, and its requests start anew.
+
+        Raises:
+          Exception: what the step raised, if the ones before it failed as well.
+        """
+        try:
+            news = self._step()
+        except Exception:
+            self._failures += 1
+            if self._failures == _MAX_FAILURES_IN_A_ROW:
+                raise
+            _log.exception("a step failed: running requests start anew")
+            return self._recover()
+        return news
+
+    def stats(self, compilations: int = 0) -> EngineStats:
+        """The engine now."""
+        scheduler, ranks = self.scheduler, self.scheduler.ranks
+        device, schedule, update, gap = self._totals.tolist()
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            waiting_tokens=scheduler.waiting_tokens,
+            slots=scheduler.cfg.slots * len(ranks),
+            pages=sum(rank.pool.num_pages for rank in ranks),
+            used_pages=sum(rank.pool.num_pages - rank.pool.available for rank in ranks),
+            cached_pages=sum(rank.pool.kept for rank in ranks),
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            cached_tokens=self._tokens[0],
+            computed_tokens=self._tokens[1],
+            output_tokens=self._tokens[2],
+            preemptions=scheduler.preemptions,
+            steps=self._steps,
+            device_seconds=device,
+            schedule_seconds=schedule,
+            update_seconds=update,
+            gap_seconds=gap,
+            compilations=compilations,
+        )
+
+    def _step(self) -> list[Sequence]:
+        begin = time.perf_counter()
+        hits = self.scheduler.prefix_hits
+        plan, news = None, []
+        if self.scheduler.steps_in_flight < self._depth:
+            plan, news = self.scheduler.schedule(self.executor.now())
+            self._ended(news)
+        if plan is not None:
+            self._in_flight.append(_Dispatched(plan, self.scheduler.prefix_hits - hits, 0.0, self._was_idle))
+            self.executor.dispatch(plan)
+            self._in_flight[-1].schedule_seconds = time.perf_counter() - begin
+        if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
+            news += self._finish_oldest()
+        self._was_idle = self.idle
+        return news
+
+    def _finish_oldest(self) -> list[Sequence]:
+        result = self.executor.wait()
+        begin = time.perf_counter()
+        dispatched = self._in_flight.popleft()
+        update = self.scheduler.update(result, self.executor.now())
+        self._ended([sequence for sequence, _, _ in update.finished])
+        chunks = [chunk for rank in dispatched.plan.ranks for chunk in rank.prefills]
+        record = StepRecord(
+            number=result.number,
+            prefill_requests=len(chunks),
+            decode_requests=sum(len(r.decodes.slots) for r in dispatched.plan.ranks if r.decodes is not None),
+            cached_tokens=dispatched.cached_tokens,
+            computed_tokens=sum(chunk.end - chunk.start for chunk in chunks),
+            output_tokens=len(update.news),
+            device_seconds=result.seconds,
+            schedule_seconds=dispatched.schedule_seconds,
+            update_seconds=time.perf_counter() - begin,
+            gap_seconds=0.0 if dispatched.after_idle else result.gap_seconds,
+            inter_token_seconds=np.concatenate([np.zeros(0), *update.gaps]),
+        )
+        self._steps += 1
+        self._failures = 0
+        self._totals += (record.device_seconds, record.schedule_seconds, record.update_seconds, record.gap_seconds)
+        for i, name in enumerate(("cached_tokens", "computed_tokens", "output_tokens")):
+            self._tokens[i] += getattr(record, name)
+        self._observer.step(record)
+        ended = [sequence for sequence, _, _ in update.finished]
+        known = {id(sequence) for sequence in update.news}
+        return update.news + [sequence for sequence in ended if id(sequence) not in known]
+
+    def _recover(self) -> list[Sequence]:
+        self._in_flight.clear()
+        self.executor.reset()
+        given_up = self.scheduler.recover(self._max_failures)
+        self._ended(given_up)
+        return given_up
+
+    def _ended(self, sequences: list[Sequence]) -> None:
+        now = self.executor.now()
+        for s in sequences:
+            record = RequestRecord(
+                request_id=s.request.request_id,
+                index=s.index,
+                n=s.request.n,
+                prompt_tokens=len(s.request.prompt),
+                cached_tokens=max(s.first_cached, 0),
+                output_tokens=len(s.generated),
+                max_tokens=s.request.max_tokens,
+                preemptions=s.preemptions,
+                finish_reason=s.finish_reason,
+                arrived=s.arrived,
+                scheduled=s.scheduled,
+                first_token=s.first_token,
+                finished=now,
+            )
+            self._observer.request(record)

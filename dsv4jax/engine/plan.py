@@ -1,0 +1,133 @@
+"""What one step does, decided by the scheduler, and what came of it; and who carries it out.
+
+Every list is per data-parallel rank: element r belongs to rank r and speaks of that rank's slots and pages.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Float32, Int32, UInt32
+
+from dsv4jax.engine.request import PromptLogprobs
+from dsv4jax.sampling_settings import RequestSampling
+
+NEXT_TOKEN = -1
+"""In place of a token id: the token sampled last in the slot, which need not have reached the host."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlotStart:
+    """A slot is given to a request, before anything else of the step.
+
+    `tokens` are the prompt and, after a preemption, the `generated` tokens behind it.
+    """
+
+    slot: int
+    tokens: Int32[np.ndarray, " tokens"]
+    generated: int
+    sampling: RequestSampling
+    logit_bias: Mapping[int, float]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlotMask:
+    """Tokens allowed from now on in a slot, one bit each, in place of the earlier mask; None allows all."""
+
+    slot: int
+    mask: UInt32[np.ndarray, " words"] | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefill:
+    """Tokens `start..end` of `tokens` to run; what is sampled after them counts if they are the last."""
+
+    slot: int
+    tokens: Int32[np.ndarray, " tokens"]
+    start: int
+    end: int
+    pages: Int32[np.ndarray, " pages"]
+    cached: int
+    window_floor: int
+    prompt_logprobs: int = -1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decodes:
+    """One token of each running request: `tokens[i]`, a token id or NEXT_TOKEN, at position `starts[i]`."""
+
+    slots: Int32[np.ndarray, " requests"]
+    starts: Int32[np.ndarray, " requests"]
+    tokens: Int32[np.ndarray, " requests"]
+    page_table: Int32[np.ndarray, "requests pages"]
+    """Row i holds the pages of request i; behind them any value."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankPlan:
+    """One rank's part of a step, run in the order of the fields."""
+
+    starts: tuple[SlotStart, ...]
+    masks: tuple[SlotMask, ...]
+    prefills: tuple[Prefill, ...]
+    decodes: Decodes | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepPlan:
+    """One step of all ranks."""
+
+    number: int
+    ranks: tuple[RankPlan, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sampled:
+    """What was sampled after each prefill or decode of a rank, in the plan's order.
+
+    A `logprobs` entry is NaN where the model's logits were undefined: the token means nothing then. The top entries are
+    filled as far as the request's `top_logprobs` asks; they are None if no request of the list asks for any.
+    """
+
+    tokens: Int32[np.ndarray, " requests"]
+    logprobs: Float32[np.ndarray, " requests"]
+    top_tokens: Int32[np.ndarray, "requests top"] | None = None
+    top_logprobs: Float32[np.ndarray, "requests top"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankResult:
+    """What came of a rank's part of a step; None where there was nothing to run."""
+
+    prefills: Sampled | None
+    decodes: Sampled | None
+    prompt_logprobs: tuple[PromptLogprobs | None, ...] = ()
+    """Per prefill: of its own tokens, if asked for."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepResult:
+    """Outcome of a step; `seconds` is how long the device was busy with it, as well as the executor can tell."""
+
+    number: int
+    ranks: tuple[RankResult, ...]
+    seconds: float
+    gap_seconds: float = 0.0
+    """How long the device had had nothing to do when the step reached it."""
+
+
+class Executor(Protocol):
+    """Carries out steps in the order they were dispatched."""
+
+    def dispatch(self, plan: StepPlan) -> None:
+        """Starts a step and returns without waiting for it."""
+
+    def wait(self) -> StepResult:
+        """The result of the oldest dispatched step; raises what the step raised."""
+
+    def now(self) -> float:
+        """Seconds of this executor's clock, real or virtual."""
+
+    def reset(self) -> None:
+        """After an error: drops what is in flight and every slot's and page's content."""

@@ -1,0 +1,177 @@
+"""The compiled programs of an engine: every step in every shape it may need, built before any request arrives."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from dsv4jax.batch import (
+    DecodeBucket,
+    EngramTables,
+    PrefillBucket,
+    StepBatch,
+    decode_batch,
+    prefill_batch,
+    with_engram_rows,
+)
+from dsv4jax.cache import Cache, CacheConfig, init_cache
+from dsv4jax.config import ModelConfig
+from dsv4jax.numerics import Numerics
+from dsv4jax.params import Params, abstract_params
+from dsv4jax.quant import ceil_div
+from dsv4jax.sampling import request_rows
+from dsv4jax.steps import decode_step, prefill_step, set_allowed_tokens, start_request
+from dsv4jax.weights import ArraySpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The shapes of an engine's steps; `masks` are row counts of `set_allowed_tokens`."""
+
+    prefill: tuple[PrefillBucket, ...]
+    decode: tuple[DecodeBucket, ...]
+    masks: tuple[int, ...]
+
+    def for_prefill(self, tokens: int, requests: int, pages: int, prompt_logprobs: bool) -> PrefillBucket:
+        """The smallest bucket that holds a batch of `tokens` (whole tiles).
+
+        Raises:
+          ValueError: none does.
+        """
+        fits = [
+            b
+            for b in self.prefill
+            if b.tokens >= tokens
+            and b.requests >= requests
+            and b.pages >= pages
+            and b.prompt_logprobs == prompt_logprobs
+        ]
+        if not fits:
+            raise ValueError(
+                f"no prefill bucket holds {tokens} tokens of {requests} requests over {pages} pages"
+                f" {'with' if prompt_logprobs else 'without'} prompt log-probabilities"
+            )
+        return min(fits, key=lambda b: (b.tokens * b.pages, b.tokens))
+
+    def for_decode(self, requests: int, pages: int) -> DecodeBucket:
+        """The smallest bucket that holds a batch.
+
+        Raises:
+          ValueError: none does.
+        """
+        fits = [b for b in self.decode if b.requests >= requests and b.pages >= pages]
+        if not fits:
+            raise ValueError(f"no decode bucket holds {requests} requests over {pages} pages")
+        return min(fits, key=lambda b: (b.requests * b.pages, b.requests))
+
+
+def make_buckets(
+    cache_cfg: CacheConfig,
+    *,
+    prefill_tokens: Sequence[int],
+    prefill_requests: int,
+    decode_requests: Sequence[int],
+    contexts: Sequence[int],
+    bounded: bool = False,
+    prompt_logprobs: bool = True,
+    tile: int = 16,
+) -> Buckets:
+    """All combinations of sizes.
+
+    Args:
+      prefill_tokens, decode_requests: sizes of prefill and decode steps.
+      contexts: lengths in tokens up to which a step's requests may reach; the last is the engine's `max_model_len`.
+      bounded: prefill runs the decoder half on the end of a prompt only (section 9.5).
+      prompt_logprobs: also programs that return them, in the largest prefill size.
+    """
+    pages = [ceil_div(c, cache_cfg.page_size) for c in contexts]
+    replay = "bounded" if bounded else "exact"
+    prefill = [PrefillBucket(t, prefill_requests, p, tile, replay=replay) for t in prefill_tokens for p in pages]
+    if prompt_logprobs:
+        largest = max(prefill_tokens)
+        prefill += [PrefillBucket(largest, prefill_requests, p, tile, prompt_logprobs=True) for p in pages]
+    decode = [DecodeBucket(n, p) for n in decode_requests for p in pages]
+    return Buckets(tuple(prefill), tuple(decode), tuple(sorted({1, min(8, cache_cfg.slots), cache_cfg.slots})))
+
+
+class Programs:
+    """Compiles every bucket for a model, from shapes alone: weights need not be loaded.
+
+    Attributes:
+      workspace_bytes: the most temporary memory any program takes on a device, besides arguments and results.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        cache_cfg: CacheConfig,
+        buckets: Buckets,
+        numerics: Numerics,
+        tables: EngramTables | None = None,
+        token_map: np.ndarray | None = None,
+        params: Params | None = None,
+        progress: bool = True,
+    ):
+        """Compiles.
+
+        Args:
+          tables, token_map: Engram tables on the host, and `params["engram_token_map"]` for them.
+          params: parameters whose shapes to compile for; None for those of a checkpoint.
+        """
+        self.cfg, self.cache_cfg, self.buckets, self.numerics = cfg, cache_cfg, buckets, numerics
+        self.tables, self._token_map = tables, token_map
+        if params is None:
+            params = _shapes(abstract_params(cfg, tables_on_device=tables is None))
+        cache = jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics))
+        jobs = {}
+        for bucket in buckets.prefill:
+            batch = self.with_rows(prefill_batch(cfg, cache_cfg, [], bucket))
+            jobs[bucket] = functools.partial(_compile, prefill_step, params, cache, batch, cfg=cfg, numerics=numerics)
+        for bucket in buckets.decode:
+            batch = self.with_rows(decode_batch(cfg, cache_cfg, [], bucket))
+            jobs[bucket] = functools.partial(_compile, decode_step, params, cache, batch, cfg=cfg, numerics=numerics)
+        rows = request_rows(np.zeros(1, np.int32), (), {}, cfg.vocab_size)
+        jobs["start"] = functools.partial(_compile, start_request, cache, np.int32(0), *rows, np.int32(1))
+        words = ceil_div(cfg.vocab_size, 32)
+        for n in buckets.masks:
+            mask_rows = np.zeros(n, np.int32), np.zeros((n, words), np.uint32)
+            jobs[n] = functools.partial(_compile, set_allowed_tokens, cache, *mask_rows)
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            futures = {key: pool.submit(job) for key, job in jobs.items()}
+            waiting = tqdm(futures.items(), desc="compiling", unit="program", disable=not progress)
+            self._compiled = {key: future.result() for key, future in waiting}
+        analyses = [program.memory_analysis() for program in self._compiled.values()]
+        self.workspace_bytes = max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
+
+    def step(self, bucket: PrefillBucket | DecodeBucket) -> Callable[[Params, Cache, StepBatch], tuple[Cache, Any]]:
+        """The program of a bucket."""
+        return self._compiled[bucket]
+
+    @property
+    def start_request(self) -> Callable[..., Cache]:
+        """`steps.start_request`."""
+        return self._compiled["start"]
+
+    def set_allowed_tokens(self, rows: int) -> Callable[..., Cache]:
+        """`steps.set_allowed_tokens` for a row count of `buckets.masks`."""
+        return self._compiled[rows]
+
+    def with_rows(self, batch: StepBatch) -> StepBatch:
+        """The batch with its Engram rows, if the tables are on the host."""
+        return batch if self.tables is None else with_engram_rows(self.cfg, batch, self._token_map, self.tables)
+
+
+def _compile(function: Any, *args: Any, **static: Any) -> Any:
+    return function.lower(*args, **static).compile()
+
+
+def _shapes(specs: Params) -> Params:
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=lambda x: isinstance(x, ArraySpec)
+    )

@@ -1,0 +1,317 @@
+"""Which requests run in the next step: pure policy over queues, slots and pages. No device, no clock, no threads.
+
+One step may carry prefill chunks and one token of every running request. The order of events for each step is
+`schedule`, dispatch, later `update`; other steps may be in flight in between, so that a choice may have tokens that
+only the device knows, and a finished or preempted one may still be computed once more, which nobody reads.
+
+Promises, tested with random schedules: a request that passes `check` finishes; of two waiting requests the earlier is
+overtaken at most `max_overtakes` times; the best running request is never preempted; when nothing runs, every slot is
+free and no page is held.
+"""
+
+import bisect
+import collections
+import dataclasses
+from collections.abc import Iterable
+
+from dsv4jax.engine.page_pool import PrefixHasher
+from dsv4jax.engine.plan import StepPlan, StepResult
+from dsv4jax.engine.rank import InFlight, Rank, Update
+from dsv4jax.engine.replay import ReplayRule
+from dsv4jax.engine.request import FinishReason, GenerationRequest, QueueFull, RequestTooLarge
+from dsv4jax.engine.sequence import Sequence
+
+_SCAN = 64  # waiting requests looked at per step
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+    """Sizes and policy.
+
+    Args:
+      slots, pages: per rank.
+      prefill_tokens, prefill_requests: most prefill work of one step and rank.
+      tile: prefill chunks occupy multiples of this many tokens of a step.
+      prefill_every, decode_every: while both kinds of work wait, prefill runs in every n-th step and decode in every
+        n-th; 1 and 1 mix both in each step. Either bounds how long the other can be held up, so one of them must be 1.
+      max_admissions: requests started per step.
+      max_waiting, max_waiting_tokens: beyond them new requests are turned away.
+      max_overtakes: how often a waiting request may see a later one admitted first, because it fits or its priority is
+        better, before everybody has to wait for it.
+      prefix_cache: keep pages of earlier requests for reuse.
+      deterministic: results do not depend on what else is running or cached: only pages written by prefill are reused,
+        and generated tokens lost to a preemption are run again one by one. Needs `replay.mode` "exact".
+      tokens_on_host: a token must be known to the host before it can be run, so steps do not overlap.
+      namespace: names the model, the cache layout and the tokenizer that page keys belong to.
+
+    Raises:
+      ValueError: a value is out of range or contradicts another.
+    """
+
+    slots: int
+    pages: int
+    max_model_len: int
+    eos_id: int
+    replay: ReplayRule
+    ranks: int = 1
+    page_size: int = 64
+    prefill_tokens: int = 2048
+    prefill_requests: int = 8
+    tile: int = 16
+    prefill_every: int = 1
+    decode_every: int = 1
+    max_admissions: int = 8
+    max_waiting: int = 2048
+    max_waiting_tokens: int = 8_000_000
+    max_overtakes: int = 256
+    prefix_cache: bool = True
+    deterministic: bool = False
+    tokens_on_host: bool = False
+    namespace: bytes = b""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and field.name != "eos_id" and value < 1:
+                raise ValueError(f"{field.name} = {value}: must be at least 1")
+        if self.prefill_tokens < self.tile * self.prefill_requests:
+            raise ValueError(
+                f"prefill_tokens = {self.prefill_tokens}: must hold prefill_requests = {self.prefill_requests} tiles of"
+                f" {self.tile}"
+            )
+        if min(self.prefill_every, self.decode_every) > 1:
+            raise ValueError(
+                f"prefill_every = {self.prefill_every} and decode_every = {self.decode_every}: one of them must be 1"
+            )
+        if self.deterministic and self.replay.mode != "exact":
+            raise ValueError(f"deterministic: replay must be 'exact', not {self.replay.mode!r}")
+
+
+class Scheduler:
+    """Queues, admission, and one `Rank` for each data-parallel rank."""
+
+    def __init__(self, cfg: SchedulerConfig):
+        self.cfg = cfg
+        self.waiting: list[Sequence] = []  # in the order of `_key`
+        self.following = 0  # choices that wait for their request's first choice
+        self.ranks = [Rank(cfg, i) for i in range(cfg.ranks)]
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._hasher = PrefixHasher(cfg.page_size, cfg.max_model_len, cfg.namespace)
+        self._arrivals = 0
+        self._steps = 0
+        self._in_flight: collections.deque[InFlight] = collections.deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + self.following
+
+    @property
+    def waiting_tokens(self) -> int:
+        return sum(s.length for s in self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return sum(rank.num_running for rank in self.ranks)
+
+    @property
+    def steps_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def check(self, request: GenerationRequest, announced: Iterable[GenerationRequest] = ()) -> None:
+        """Whether the request can be taken, besides others that are `announced` but not submitted yet.
+
+        Raises:
+          RequestTooLarge: it could never run here.
+          QueueFull: too much is waiting already.
+        """
+        cfg = self.cfg
+        prompt, total = len(request.prompt), len(request.prompt) + request.max_tokens
+        if total > cfg.max_model_len:
+            raise RequestTooLarge(
+                f"prompt of {prompt} tokens and max_tokens = {request.max_tokens} exceed the context of"
+                f" {cfg.max_model_len} tokens"
+            )
+        if (pages := -(-total // cfg.page_size)) > cfg.pages:
+            raise RequestTooLarge(
+                f"prompt of {prompt} tokens and max_tokens = {request.max_tokens} need {pages} pages of"
+                f" {cfg.page_size} tokens, this engine has {cfg.pages}"
+            )
+        waiting = self.num_waiting + sum(other.n for other in announced)
+        if waiting + request.n > cfg.max_waiting:
+            raise QueueFull(f"{waiting} of at most {cfg.max_waiting} requests are waiting")
+        tokens = self.waiting_tokens + sum(len(other.prompt) for other in announced)
+        if tokens and tokens + prompt > cfg.max_waiting_tokens:  # an empty queue takes any request that fits at all
+            raise QueueFull(f"{tokens} tokens are waiting: {prompt} more exceed the limit of {cfg.max_waiting_tokens}")
+
+    def prepare(self, request: GenerationRequest) -> list[Sequence]:
+        """The request's choices, to be given to `submit`; safe to call from any thread."""
+        state, keys = self._hasher.start(request.cache_salt), []
+        if self.cfg.prefix_cache:
+            state, keys = self._hasher.extend(state, request.prompt, 0)
+        seed = request.sampling.seed
+        return [
+            Sequence(
+                request=request,
+                index=index,
+                number=-1,
+                arrived=0.0,
+                sampling=request.sampling
+                if seed is None
+                else dataclasses.replace(request.sampling, seed=_int64(seed + index)),
+                mask=request.mask() if request.mask else None,
+                page_state=state,
+                page_keys=list(keys) if index else keys,
+            )
+            for index in range(request.n)
+        ]
+
+    def submit(self, sequences: list[Sequence], now: float) -> None:
+        """Puts the choices of one request into the queue."""
+        leader, *followers = sequences
+        for sequence in sequences:
+            sequence.number, sequence.arrived = self._arrivals, now
+            self._arrivals += 1
+        if self.cfg.prefix_cache and leader.request.prompt_logprobs < 0:
+            leader.followers = followers
+            self.following += len(followers)
+            for sequence in followers:
+                sequence.leader = leader
+            followers = []
+        for sequence in (leader, *followers):
+            self._enqueue(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """Ends a choice in whatever state it is; its slot and pages are free at once."""
+        if sequence.finish_reason is not None:
+            return
+        if sequence.slot >= 0:
+            self.ranks[sequence.rank].remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            sequence.leader.followers.remove(sequence)
+            self.following -= 1
+        sequence.finish_reason, sequence.error = reason, error
+        self._release_followers(sequence)
+
+    def schedule(self, now: float) -> tuple[StepPlan | None, list[Sequence]]:
+        """The next step, or None if there is nothing to run now; and choices that failed while it was made."""
+        self._admit(now)
+        prefill = any(rank.prefilling for rank in self.ranks)
+        decode = any(rank.wants_decode() for rank in self.ranks)
+        both = prefill and decode
+        prefill &= not both or self._steps % self.cfg.prefill_every == 0
+        decode &= not both or self._steps % self.cfg.decode_every == 0
+        failed: list[tuple[Sequence, str]] = []
+        decodes = [rank.plan_decodes(self._preempt, failed) if decode else None for rank in self.ranks]
+        prefills = [rank.plan_prefills(self._steps, failed) if prefill else () for rank in self.ranks]
+        for sequence, error in failed:
+            self.finish(sequence, "error", error)
+        ended = [sequence for sequence, _ in failed]
+        if not any(prefills) and all(d is None for d in decodes):
+            return None, ended
+        plans, parts = zip(*map(Rank.take_plan, self.ranks, prefills, decodes), strict=True)
+        step = StepPlan(self._steps, plans)
+        self._in_flight.append(InFlight(self._steps, list(parts)))
+        self._steps += 1
+        return step, ended
+
+    def update(self, result: StepResult, now: float) -> Update:
+        """Takes the result of the oldest step in flight."""
+        flight = self._in_flight.popleft()
+        if flight.number != result.number:
+            raise ValueError(f"result of step {result.number}, but the oldest step in flight is {flight.number}")
+        update = Update()
+        for rank, part, outcome in zip(self.ranks, flight.parts, result.ranks, strict=True):
+            rank.update(part, outcome, now, self._hasher, update)
+        for sequence, reason, error in update.finished:
+            self.finish(sequence, reason, error)
+        for sequence in update.first_tokens:
+            self._release_followers(sequence)
+        return update
+
+    def recover(self, limit: int) -> list[Sequence]:
+        """After a failed step: every running choice starts anew, and nothing is cached.
+
+        Returns those that end instead, because it was the failure number `limit` they took part in.
+        """
+        blamed = {id(s) for flight in self._in_flight for part in flight.parts for s in part.sequences}
+        self._in_flight.clear()
+        given_up = []
+        for rank in self.ranks:
+            for sequence in rank.sequences():
+                sequence.failures += id(sequence) in blamed
+                if sequence.failures >= limit:
+                    given_up.append(sequence)
+                else:
+                    self._preempt(sequence)
+            rank.pool.forget_prefixes()
+        for sequence in given_up:
+            self.finish(sequence, "error", "the step that ran this request failed")
+        return given_up
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache."""
+        for rank in self.ranks:
+            rank.pool.forget_prefixes()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if slots or pages are lost, shared wrongly, or held without need."""
+        for rank in self.ranks:
+            rank.check_integrity()
+        for sequence in self.waiting:
+            assert sequence.slot < 0 and not sequence.pages, f"request {sequence.number} waits but holds pages"
+        running = [sequence for rank in self.ranks for sequence in rank.sequences()]
+        following = sum(len(sequence.followers) for sequence in (*self.waiting, *running))
+        assert following == self.following, f"{following} choices wait for their first one, {self.following} counted"
+
+    def _admit(self, now: float) -> None:
+        admitted = 0
+        if not any(rank.free_slots for rank in self.ranks):
+            return
+        for sequence in self.waiting[:_SCAN]:
+            if admitted == self.cfg.max_admissions:
+                break
+            found = [(rank, rank.match(sequence)) for rank in self.ranks]
+            fits = [(rank, pages) for rank, pages in found if pages is not None]
+            if not fits:
+                if sequence.overtaken >= self.cfg.max_overtakes:
+                    break
+                continue
+            rank, pages = max(fits, key=lambda fit: (len(fit[1]), -fit[0].load, -fit[0].number))
+            self.waiting.remove(sequence)
+            rank.admit(sequence, pages, now)
+            admitted += 1
+            if sequence.preemptions == 0:
+                self.prefix_queries += len(sequence.request.prompt)
+                self.prefix_hits += sequence.first_cached
+            for other in [o for o in self.waiting if o.number < sequence.number]:
+                other.overtaken += 1
+                if other.overtaken == self.cfg.max_overtakes:
+                    self.waiting.remove(other)
+                    self._enqueue(other)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.ranks[sequence.rank].remove(sequence)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self._enqueue(sequence)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        bisect.insort(self.waiting, sequence, key=self._key)
+
+    def _key(self, sequence: Sequence) -> tuple[bool, int, int]:
+        return sequence.overtaken < self.cfg.max_overtakes, sequence.request.priority, sequence.number
+
+    def _release_followers(self, sequence: Sequence) -> None:
+        followers, sequence.followers = sequence.followers, []
+        self.following -= len(followers)
+        for follower in followers:
+            self._enqueue(follower)
+
+
+def _int64(value: int) -> int:
+    """The value wrapped into the range of a signed 64-bit integer."""
+    return (value + 2**63) % 2**64 - 2**63

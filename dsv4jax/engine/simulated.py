@@ -1,0 +1,140 @@
+"""An executor without a device: steps take the time a cost model says, on a virtual clock."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from jaxtyping import Int32
+
+from dsv4jax.engine.engine import Engine
+from dsv4jax.engine.plan import RankPlan, RankResult, Sampled, StepPlan, StepResult
+from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, QueueFull
+from dsv4jax.engine.sequence import Sequence
+from dsv4jax.sampling_settings import MAX_TOP_LOGPROBS
+
+CostModel = Callable[[StepPlan], float]
+"""Seconds a step keeps the device busy."""
+TokenModel = Callable[[int, Int32[np.ndarray, " requests"], Int32[np.ndarray, " requests"]], Int32[np.ndarray, " requests"]]
+"""Token ids sampled after positions: (rank, slots, positions) to ids. Called for prefills, then decodes, of each rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCost:
+    """Seconds of a step; of several ranks the slowest counts. The defaults are round numbers, not a measurement.
+
+    Args:
+      step: of every step, whatever it does.
+      prefill_token: per token of a prompt.
+      prefill_pair: per token of a prompt and token before it.
+      decode_token: per running request.
+      decode_context: per running request and token before it.
+    """
+
+    step: float = 4e-3
+    prefill_token: float = 2e-5
+    prefill_pair: float = 1e-10
+    decode_token: float = 2e-5
+    decode_context: float = 2e-9
+
+    def __call__(self, plan: StepPlan) -> float:
+        return self.step + max(self._rank(rank) for rank in plan.ranks)
+
+    def _rank(self, plan: RankPlan) -> float:
+        seconds = sum(
+            (c.end - c.start) * (self.prefill_token + self.prefill_pair * (c.start + c.end) / 2) for c in plan.prefills
+        )
+        if plan.decodes is not None:
+            context = float(plan.decodes.starts.sum(dtype=np.int64))
+            seconds += len(plan.decodes.slots) * self.decode_token + context * self.decode_context
+        return seconds
+
+
+def constant_tokens(token: int) -> TokenModel:
+    """Always the same token."""
+    return lambda rank, slots, positions: np.full(len(slots), token, np.int32)
+
+
+class SimulatedExecutor:
+    """Runs plans on a virtual clock; time passes only in `wait` and `advance`, and the host takes none."""
+
+    def __init__(self, cost: CostModel, tokens: TokenModel):
+        self._cost, self._tokens = cost, tokens
+        self._now = 0.0
+        self._device_free = 0.0
+        self._queue: collections.deque[tuple[float, StepResult]] = collections.deque()
+
+    def now(self) -> float:
+        """The virtual clock."""
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Lets time pass, as a host at work or an idle engine does."""
+        self._now += seconds
+
+    def dispatch(self, plan: StepPlan) -> None:
+        """Queues the step behind the ones in flight."""
+        begin = max(self._now, self._device_free)
+        gap = begin - self._device_free
+        seconds = self._cost(plan)
+        self._device_free = begin + seconds
+        ranks = tuple(self._result(i, rank) for i, rank in enumerate(plan.ranks))
+        self._queue.append((self._device_free, StepResult(plan.number, ranks, seconds, gap)))
+
+    def wait(self) -> StepResult:
+        """The oldest step's result, at the time it is there."""
+        end, result = self._queue.popleft()
+        self._now = max(self._now, end)
+        return result
+
+    def reset(self) -> None:
+        """Drops what is in flight."""
+        self._queue.clear()
+        self._device_free = self._now
+
+    def _result(self, rank: int, plan: RankPlan) -> RankResult:
+        prefills = decodes = None
+        if plan.prefills:
+            slots = np.array([p.slot for p in plan.prefills], np.int32)
+            prefills = self._sample(rank, slots, np.array([p.end - 1 for p in plan.prefills], np.int32))
+        if plan.decodes is not None:
+            decodes = self._sample(rank, plan.decodes.slots, plan.decodes.starts)
+        logprobs = tuple(
+            _no_logprobs(min(p.end, len(p.tokens) - 1) - p.start, p.prompt_logprobs) if p.prompt_logprobs >= 0 else None
+            for p in plan.prefills
+        )
+        return RankResult(prefills, decodes, logprobs)
+
+    def _sample(self, rank: int, slots: np.ndarray, positions: np.ndarray) -> Sampled:
+        top = (len(slots), MAX_TOP_LOGPROBS)
+        tokens = self._tokens(rank, slots, positions)
+        return Sampled(tokens, np.zeros(len(slots), np.float32), np.zeros(top, np.int32), np.zeros(top, np.float32))
+
+
+def run_traffic(
+    engine: Engine, executor: SimulatedExecutor, traffic: Iterable[tuple[float, GenerationRequest]]
+) -> list[Sequence]:
+    """Submits requests at their times of arrival, in seconds and ascending, and runs until everything has ended.
+
+    Returns the choices; a request that meets a full queue is turned away and has none.
+    """
+    choices = []
+    for arrival, request in traffic:
+        while executor.now() < arrival and not engine.idle:
+            engine.step()
+        executor.advance(max(0.0, arrival - executor.now()))
+        try:
+            engine.scheduler.check(request)
+        except QueueFull:
+            continue
+        made = engine.scheduler.prepare(request)
+        engine.scheduler.submit(made, arrival)
+        choices += made
+    while not engine.idle:
+        engine.step()
+    return choices
+
+
+def _no_logprobs(rows: int, top: int) -> PromptLogprobs:
+    zeros = np.zeros((rows, top), np.float32)
+    return PromptLogprobs(np.zeros(rows, np.float32), zeros.astype(np.int32), zeros)

@@ -1,0 +1,243 @@
+"""Serves a checkpoint over HTTP, compatible with OpenAI's API.
+
+python scripts/serve.py
+python scripts/serve.py --model /path/to/checkpoint --slots 64 --max_model_len 65536 --contexts 8192,65536
+"""
+
+import asyncio
+import hashlib
+import importlib.resources
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+from absl import app, flags, logging
+
+import dsv4jax
+from dsv4jax.cache import CacheConfig
+from dsv4jax.checkpoint.engram_tables import HostEngramTables
+from dsv4jax.checkpoint.load import compressed_ids, load_params
+from dsv4jax.config import ModelConfig
+from dsv4jax.engine.async_engine import AsyncEngine
+from dsv4jax.engine.engine import Engine
+from dsv4jax.engine.grammar import GrammarCompiler
+from dsv4jax.engine.jax_executor import JaxExecutor
+from dsv4jax.engine.memory_plan import memory_plan, pages_that_fit
+from dsv4jax.engine.programs import Programs, make_buckets
+from dsv4jax.engine.replay import ReplayRule
+from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv4jax.numerics import FAST, REFERENCE
+from dsv4jax.quant import ceil_div
+from dsv4jax.server.app import create_app
+from dsv4jax.server.config import ServerConfig
+from dsv4jax.server.context import ServerContext
+from dsv4jax.server.metrics import PrometheusObserver
+from dsv4jax.server.run import serve
+from dsv4jax.tokenizer import Tokenizer
+
+_MODEL = flags.DEFINE_string("model", None, "Checkpoint directory. Default: the small embedded model (random weights).")
+_SERVED_NAMES = flags.DEFINE_multi_string("served_model_name", [], "Names in the API; default: the directory's name.")
+
+_MAX_MODEL_LEN = flags.DEFINE_integer(
+    "max_model_len", None, "Most tokens of prompt and output together. Default: the model's, at most 16384.", 1
+)
+_SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time.", 1)
+_PAGES = flags.DEFINE_integer("pages", None, "Pages of the cache. Default: what memory holds, at most twice all slots.")
+_PAGE_SIZE = flags.DEFINE_integer("page_size", 64, "Tokens per page.", 2)
+_CONTEXTS = flags.DEFINE_list(
+    "contexts", [], "Context lengths that programs are compiled for. Default: 4096 and max_model_len."
+)
+_PREFILL_TOKENS = flags.DEFINE_list("prefill_tokens", ["256"], "Sizes of prefill steps in tokens.")
+_PREFILL_REQUESTS = flags.DEFINE_integer("prefill_requests", 4, "Most requests in a prefill step.", 1)
+_DECODE_REQUESTS = flags.DEFINE_list("decode_requests", [], "Sizes of decode steps in requests. Default: slots.")
+_PREFILL_EVERY = flags.DEFINE_integer("prefill_every", 1, "Prefill in every n-th step while requests decode.", 1)
+_DECODE_EVERY = flags.DEFINE_integer("decode_every", 1, "Decode in every n-th step while prompts are prefilled.", 1)
+_MAX_WAITING = flags.DEFINE_integer("max_waiting", 2048, "Waiting requests beyond which new ones get 429.", 1)
+_MAX_WAITING_TOKENS = flags.DEFINE_integer("max_waiting_tokens", 8_000_000, "The same for their tokens.", 1)
+_NUMERICS = flags.DEFINE_enum("numerics", "reference", ["reference", "fast"], "Where to round.")
+_REPLAY = flags.DEFINE_enum(
+    "replay", "bounded", ["exact", "bounded"], "Decoder layers over prompts and window keys after a prefix hit."
+)
+_DETERMINISTIC = flags.DEFINE_bool(
+    "deterministic", False, "Greedy output depends on the request alone: one shape per step, exact replay."
+)
+_PREFIX_CACHE = flags.DEFINE_bool("prefix_cache", True, "Reuse pages of earlier requests.")
+_ENGRAM = flags.DEFINE_enum("engram", "device", ["device", "host"], "Where the Engram tables live.")
+_MEMORY_FRACTION = flags.DEFINE_float("memory_fraction", 0.9, "Share of the free memory that may be used.", 0.05, 1.0)
+_COMPILATION_CACHE = flags.DEFINE_string("compilation_cache", None, "Directory that keeps compiled programs.")
+_STRICT = flags.DEFINE_bool("strict", False, "A step during which anything is compiled fails.")
+
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on.")
+_PORT = flags.DEFINE_integer("port", 8000, "Port; 0 takes a free one.", 0, 65535)
+_UDS = flags.DEFINE_string("uds", None, "Unix socket to listen on instead.")
+_ROOT_PATH = flags.DEFINE_string("root_path", "", "Prefix that a proxy in front removes.")
+_SSL_KEY = flags.DEFINE_string("ssl_keyfile", None, "For HTTPS.")
+_SSL_CERT = flags.DEFINE_string("ssl_certfile", None, "For HTTPS.")
+_API_KEYS = flags.DEFINE_multi_string("api_key", [], "Accepted bearer token; also from DSV4JAX_API_KEY.")
+_ORIGINS = flags.DEFINE_list("allowed_origins", ["*"], "CORS.")
+_METHODS = flags.DEFINE_list("allowed_methods", ["*"], "CORS.")
+_HEADERS = flags.DEFINE_list("allowed_headers", ["*"], "CORS.")
+_CREDENTIALS = flags.DEFINE_bool("allow_credentials", False, "CORS.")
+_MAX_BODY = flags.DEFINE_integer("max_body_bytes", 64 << 20, "Largest request body.", 1)
+_REQUEST_TIMEOUT = flags.DEFINE_float("request_timeout", None, "Seconds a request may take.")
+_SHUTDOWN_TIMEOUT = flags.DEFINE_float("shutdown_timeout", 30.0, "Seconds for running requests after SIGTERM.", 0.0)
+_DEV = flags.DEFINE_bool("dev", False, "Serve /reset_prefix_cache.")
+_THINKING = flags.DEFINE_enum("default_thinking", "on", ["on", "off"], "For requests that do not say.")
+_EFFORT = flags.DEFINE_integer("default_effort", 75, "Reasoning effort of requests that give none.", 1, 100)
+_DEFAULT_MAX_TOKENS = flags.DEFINE_integer("default_max_tokens", None, "Chat output limit of requests without one.", 1)
+
+
+def _sizes(flag: flags.FlagHolder) -> list[int]:
+    try:
+        sizes = sorted({int(text) for text in flag.value})
+    except ValueError:
+        raise ValueError(f"--{flag.name}={','.join(flag.value)}: must be whole numbers") from None
+    if sizes and sizes[0] < 1:
+        raise ValueError(f"--{flag.name}: {sizes[0]} must be at least 1")
+    return sizes
+
+
+def _engine(model: Path, cfg: ModelConfig, tokenizer: Tokenizer, name: str) -> tuple[AsyncEngine, PrometheusObserver]:
+    """Plans memory, compiles, loads and starts; ready for requests."""
+    deterministic = _DETERMINISTIC.value
+    replay = "exact" if deterministic else _REPLAY.value
+    numerics = FAST if _NUMERICS.value == "fast" else REFERENCE
+    # The embedded model starts small, so that a laptop compiles it in a minute.
+    length = _MAX_MODEL_LEN.value or min(cfg.max_position_embeddings, 16384 if _MODEL.value else 4096)
+    if length > cfg.max_position_embeddings:
+        raise ValueError(f"--max_model_len={length}: the model's context is {cfg.max_position_embeddings}")
+    contexts = _sizes(_CONTEXTS) or [min(4096, length)]
+    if contexts[-1] > length:
+        raise ValueError(f"--contexts: {contexts[-1]} is beyond --max_model_len={length}")
+    contexts = sorted({*contexts, length})
+    prefill_tokens, decode_requests = _sizes(_PREFILL_TOKENS), sorted({*_sizes(_DECODE_REQUESTS), _SLOTS.value})
+    if decode_requests[-1] > _SLOTS.value:
+        raise ValueError(f"--decode_requests: {decode_requests[-1]} is beyond --slots={_SLOTS.value}")
+    if deterministic:
+        contexts, prefill_tokens, decode_requests = contexts[-1:], prefill_tokens[-1:], decode_requests[-1:]
+    on_device = _ENGRAM.value == "device"
+
+    options = {"tables_on_device": on_device, "fraction": _MEMORY_FRACTION.value}
+    full = _SLOTS.value * ceil_div(length, _PAGE_SIZE.value)
+    pages = _PAGES.value
+    if pages is None:
+        one = CacheConfig(slots=_SLOTS.value, pages=1, page_size=_PAGE_SIZE.value)
+        spare = 4 << 30 if jax.default_backend() != "cpu" else 1 << 30
+        pages = max(1, min(2 * full, pages_that_fit(cfg, one, numerics, spare, **options) or full))
+    cache_cfg = CacheConfig(slots=_SLOTS.value, pages=pages, page_size=_PAGE_SIZE.value)
+    memory_plan(cfg, cache_cfg, numerics, **options).require()
+
+    tables = None if on_device else HostEngramTables(model, cfg)
+    buckets = make_buckets(
+        cache_cfg,
+        prefill_tokens=prefill_tokens,
+        prefill_requests=_PREFILL_REQUESTS.value,
+        decode_requests=decode_requests,
+        contexts=contexts,
+        bounded=replay == "bounded",
+    )
+    token_map = None if on_device else compressed_ids(tokenizer, cfg)
+    programs = Programs(cfg, cache_cfg, buckets, numerics, tables, token_map)
+    plan = memory_plan(cfg, cache_cfg, numerics, workspace=programs.workspace_bytes, **options)
+    print(f"memory plan, {_SLOTS.value} slots and {pages} pages of {_PAGE_SIZE.value} tokens:\n{plan.table()}")
+    plan.require()
+
+    params = load_params(model, cfg, tables_on_device=on_device)
+    usable = min(tokenizer.vocab_size, cfg.vocab_size)
+    executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value)
+    executor.warm_up()
+    tokenizer_hash = hashlib.sha256((model / "tokenizer.json").read_bytes()).digest()
+    scheduler = Scheduler(
+        SchedulerConfig(
+            slots=_SLOTS.value,
+            pages=pages,
+            page_size=_PAGE_SIZE.value,
+            max_model_len=length,
+            eos_id=tokenizer.eos_id,
+            replay=ReplayRule(cfg.sliding_window, cfg.num_hidden_layers, replay),
+            prefill_tokens=prefill_tokens[-1],
+            prefill_requests=_PREFILL_REQUESTS.value,
+            prefill_every=_PREFILL_EVERY.value,
+            decode_every=_DECODE_EVERY.value,
+            max_waiting=_MAX_WAITING.value,
+            max_waiting_tokens=_MAX_WAITING_TOKENS.value,
+            prefix_cache=_PREFIX_CACHE.value,
+            deterministic=deterministic,
+            tokens_on_host=not on_device,
+            namespace=f"{cfg}{cache_cfg}{numerics}".encode() + tokenizer_hash,
+        )
+    )
+    cache_info = {"num_gpu_blocks": pages, "block_size": _PAGE_SIZE.value, "enable_prefix_caching": _PREFIX_CACHE.value}
+    observer = PrometheusObserver(name, length, cache_info)
+    engine = AsyncEngine(
+        Engine(scheduler, executor, observer),
+        observer,
+        max_model_len=length,
+        vocab_size=cfg.vocab_size,
+        compilations=lambda: executor.compilations.count,
+    )
+    engine.start()
+    asyncio.run(engine.warm_up())
+    return engine, observer
+
+
+def _run() -> None:
+    begin = time.perf_counter()
+    keys = (*_API_KEYS.value, *filter(None, [os.environ.get("DSV4JAX_API_KEY")]))
+    config = ServerConfig(
+        host=_HOST.value,
+        port=_PORT.value,
+        uds=_UDS.value,
+        root_path=_ROOT_PATH.value,
+        ssl_keyfile=_SSL_KEY.value,
+        ssl_certfile=_SSL_CERT.value,
+        api_keys=keys,
+        allowed_origins=tuple(_ORIGINS.value),
+        allowed_methods=tuple(_METHODS.value),
+        allowed_headers=tuple(_HEADERS.value),
+        allow_credentials=_CREDENTIALS.value,
+        max_body_bytes=_MAX_BODY.value,
+        request_timeout=_REQUEST_TIMEOUT.value,
+        shutdown_timeout=_SHUTDOWN_TIMEOUT.value,
+        dev_mode=_DEV.value,
+    )
+    if _COMPILATION_CACHE.value:
+        jax.config.update("jax_compilation_cache_dir", _COMPILATION_CACHE.value)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    model = Path(_MODEL.value) if _MODEL.value else Path(str(importlib.resources.files("dsv4jax") / "default_model"))
+    cfg = ModelConfig.from_checkpoint(model)
+    tokenizer = Tokenizer.from_checkpoint(model)
+    names = tuple(_SERVED_NAMES.value) or (model.resolve().name,)
+    engine, observer = _engine(model, cfg, tokenizer, names[0])
+    fingerprint = hashlib.sha256(f"{dsv4jax.__version__} {jax.__version__} {cfg} {_NUMERICS.value}".encode())
+    context = ServerContext(
+        engine=engine,
+        tokenizer=tokenizer,
+        grammars=GrammarCompiler(tokenizer),
+        model_names=names,
+        threads=ThreadPoolExecutor(4, thread_name_prefix="requests"),
+        created=int((model / "config.json").stat().st_mtime),
+        system_fingerprint=f"dsv4jax-{fingerprint.hexdigest()[:12]}",
+        default_thinking=_THINKING.value == "on",
+        default_effort=_EFFORT.value,
+        default_max_tokens=_DEFAULT_MAX_TOKENS.value,
+    )
+    print(f"ready {time.perf_counter() - begin:.1f} s after the start: {names[0]} at {_UDS.value or _HOST.value}")
+    serve(create_app(context, config, observer))
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    logging.set_verbosity(logging.INFO)
+    try:
+        _run()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    app.run(main)

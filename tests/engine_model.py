@@ -1,0 +1,191 @@
+"""An executor that remembers, like the device does, and checks what it is told: for tests of the scheduler.
+
+Pages hold the token of each position, slots the positions whose window keys they have. A sampled token is a function
+of the token history as read from the pages, so a wrong page, a page given away too early or a lost token changes what
+comes out.
+"""
+
+import collections
+import hashlib
+
+import numpy as np
+
+from dsv4jax.engine.plan import NEXT_TOKEN, RankResult, Sampled, StepResult
+from dsv4jax.engine.token_mask import MaskError
+
+EOS = 1
+VOCAB = 50
+
+
+class Violation(BaseException):
+    """The device was told something wrong. No Exception: the engine must not take it for a failing step."""
+
+
+def next_token(history, seed, mask=None) -> int:
+    """The token that follows a history, of those that the mask allows; EOS once in a while."""
+    digest = hashlib.sha256(np.asarray(history, np.int32).tobytes() + repr(seed).encode()).digest()
+    allowed = np.arange(VOCAB)
+    if mask is not None:
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    return int(allowed[digest[0] % len(allowed)])
+
+
+class ChainMask:
+    """Allows eight tokens around a place that moves with every token: how far, depends on the token if it `waits`.
+
+    Every third mask allows all. After `fail_after` tokens no mask can be made any more.
+    """
+
+    def __init__(self, waits: bool, fail_after: int = 10**6):
+        self.waits_for_tokens, self.fail_after = waits, fail_after
+        self.count = self.place = 0
+        self.made = {}
+
+    def next(self, ahead=0):
+        assert ahead == 0 or (ahead == 1 and not self.waits_for_tokens)
+        count = self.count + ahead
+        if count >= self.fail_after:
+            raise MaskError("no mask any more")
+        place = self.place if self.waits_for_tokens else 7 * count
+        if count % 3 == 2:
+            return None
+        if (count, place) not in self.made:
+            bits = np.zeros(64, np.uint8)
+            bits[(place + np.arange(8)) % VOCAB] = 1
+            self.made[count, place] = np.packbits(bits, bitorder="little").view(np.uint32)
+        return self.made[count, place]
+
+    def push(self, token):
+        mask = self.next()
+        if mask is not None and not mask[token // 32] >> (token % 32) & 1:
+            raise Violation(f"token {token} was sampled against the mask")
+        self.count, self.place = self.count + 1, (self.place + token) % VOCAB
+
+
+def rollout(request, index) -> list[int]:
+    """What choice `index` of a request must generate."""
+    seed = None if request.sampling.seed is None else request.sampling.seed + index
+    history, out = list(request.prompt), []
+    mask = request.mask() if request.mask else None
+    while len(out) < request.max_tokens:
+        try:
+            out.append(next_token(history, seed, mask and mask.next()))
+        except MaskError:
+            break
+        if mask:
+            mask.push(out[-1])
+        history.append(out[-1])
+        if (out[-1] == EOS and not request.ignore_eos) or out[-1] in request.stop_token_ids:
+            break
+    return out
+
+
+class CheckingExecutor:
+    """Runs plans against remembered pages and windows; the clock counts steps."""
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+        self.fail_next = 0
+        self.failures = 0
+        self.resets = -1
+        self._queue = collections.deque()
+        self._time = 0.0
+        self.plans = []
+        self.reset()
+
+    def reset(self):
+        cfg = self.cfg
+        self.resets += 1
+        self._queue.clear()
+        self.pages = np.full((cfg.ranks, cfg.pages, cfg.page_size), -1, np.int64)
+        self.windows = [[{} for _ in range(cfg.slots)] for _ in range(cfg.ranks)]
+        self.next_tokens = np.full((cfg.ranks, cfg.slots), -1)
+        self.seeds = [[None] * cfg.slots for _ in range(cfg.ranks)]
+        self.masks = [[None] * cfg.slots for _ in range(cfg.ranks)]
+        self.floors = np.zeros((cfg.ranks, cfg.slots), int)
+
+    def now(self):
+        return self._time
+
+    def dispatch(self, plan):
+        if self.fail_next == 1:
+            self.fail_next = 0
+            self.failures += 1
+            raise RuntimeError("injected failure in dispatch")
+        self.plans.append(plan)
+        try:
+            results = tuple(map(self._run, range(len(plan.ranks)), plan.ranks))
+        except AssertionError as error:
+            raise Violation(f"step {plan.number}: {error}") from error
+        self._queue.append(StepResult(plan.number, results, 1.0))
+
+    def wait(self):
+        if self.fail_next == 2:
+            self.fail_next = 0
+            self.failures += 1
+            raise RuntimeError("injected failure in wait")
+        self._time += 1
+        return self._queue.popleft()
+
+    def _run(self, rank, plan):
+        cfg = self.cfg
+        for start in plan.starts:
+            self.windows[rank][start.slot] = {}
+            self.next_tokens[rank, start.slot] = -1
+            self.seeds[rank][start.slot] = start.sampling.seed
+            self.masks[rank][start.slot] = None
+        assert len({mask.slot for mask in plan.masks}) == len(plan.masks), "two masks for one slot"
+        for mask in plan.masks:
+            self.masks[rank][mask.slot] = mask.mask
+        assert sum(-(-(p.end - p.start) // cfg.tile) * cfg.tile for p in plan.prefills) <= cfg.prefill_tokens
+        assert len(plan.prefills) <= cfg.prefill_requests
+        prefills = []
+        for chunk in plan.prefills:
+            assert chunk.start < chunk.end <= len(chunk.tokens)
+            for position in range(chunk.start, chunk.end):
+                self._write(rank, chunk.slot, chunk.pages, position, chunk.tokens[position], chunk)
+            prefills.append(self._sample(rank, chunk.slot, chunk.pages, chunk.end))
+        decodes = []
+        if plan.decodes is not None:
+            d = plan.decodes
+            assert len(set(d.slots.tolist())) == len(d.slots) <= cfg.slots
+            for slot, start, token, pages in zip(d.slots, d.starts, d.tokens, d.page_table, strict=True):
+                if token == NEXT_TOKEN:
+                    assert not cfg.tokens_on_host
+                    token = self.next_tokens[rank, slot]
+                    assert token >= 0, "a token was used before it was sampled"
+                self._write(rank, slot, pages, int(start), token, None)
+                decodes.append(self._sample(rank, slot, pages, int(start) + 1))
+        return RankResult(_sampled(prefills), _sampled(decodes), (None,) * len(prefills))
+
+    def _write(self, rank, slot, pages, position, token, chunk):
+        size, window = self.cfg.page_size, self.windows[rank][slot]
+        floor = chunk.window_floor if chunk else 0
+        needed = range(max(floor, position - self.cfg.replay.window + 1), position)
+        held = {p: window.get(p) for p in needed}
+        if chunk is None or position > chunk.start:
+            # In decode the whole window is there, apart from what lies before the replay of a hit.
+            missing = [p for p in needed if held[p] is None]
+            assert all(p < self.floors[rank, slot] for p in missing), f"window keys {missing} of slot {slot} missing"
+        if chunk is not None and position == chunk.start:
+            self.floors[rank, slot] = floor
+            assert all(held[p] is not None for p in needed), "a chunk does not continue the one before"
+        window[position] = token
+        place = self.pages[rank, pages[position // size]]
+        if chunk is not None and position < chunk.cached:
+            assert place[position % size] == token, "a cached page holds another token"
+        else:
+            place[position % size] = token
+
+    def _sample(self, rank, slot, pages, length):
+        size = self.cfg.page_size
+        used = pages[: -(-length // size)]
+        history = self.pages[rank, used].reshape(-1)[:length]
+        assert (history >= 0).all(), "a page without content was read"
+        token = next_token(history, self.seeds[rank][slot], self.masks[rank][slot])
+        self.next_tokens[rank, slot] = token
+        return token
+
+
+def _sampled(tokens):
+    return Sampled(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32)) if tokens else None

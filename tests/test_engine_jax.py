@@ -1,0 +1,125 @@
+"""The engine on the model itself: same schedule as without a device, same tokens as the request alone."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from golden import FLOAT32, small_model
+from test_scheduler import Recorder, assert_empty, drain
+
+from dsv4jax.cache import CacheConfig
+from dsv4jax.engine.engine import Engine
+from dsv4jax.engine.jax_executor import JaxExecutor
+from dsv4jax.engine.programs import Programs, make_buckets
+from dsv4jax.engine.recording import RecordingExecutor, schedule_difference
+from dsv4jax.engine.replay import ReplayRule
+from dsv4jax.engine.request import GenerationRequest
+from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv4jax.engine.simulated import LinearCost, SimulatedExecutor
+from dsv4jax.sampling_settings import RequestSampling
+
+EOS = 1
+CACHE = CacheConfig(slots=4, pages=26, page_size=8)
+LENGTH = 160
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The executor, and the scheduler's sizes that go with its programs."""
+    model = small_model()
+    buckets = make_buckets(
+        CACHE,
+        prefill_tokens=[32],
+        prefill_requests=2,
+        decode_requests=[CACHE.slots],
+        contexts=[LENGTH],
+        prompt_logprobs=False,
+    )
+    programs = Programs(model.cfg, CACHE, buckets, FLOAT32, progress=False)
+    cfg = SchedulerConfig(
+        slots=CACHE.slots,
+        pages=CACHE.pages,
+        max_model_len=LENGTH,
+        eos_id=EOS,
+        replay=ReplayRule(model.cfg.sliding_window, model.cfg.num_hidden_layers, "exact"),
+        page_size=CACHE.page_size,
+        prefill_tokens=32,
+        prefill_requests=2,
+        deterministic=True,
+    )
+    return JaxExecutor(model.params, programs), cfg
+
+
+class HalfMask:
+    """Allows the ids below 64 and those from 64 on by turns, known one token ahead."""
+
+    waits_for_tokens = False
+
+    def __init__(self):
+        self.count = 0
+        words = np.zeros((2, -(-small_model().cfg.vocab_size // 32)), np.uint32)
+        words[0, :2] = words[1, 2:4] = 0xFFFFFFFF
+        self.masks = list(words)
+
+    def next(self, ahead=0):
+        return self.masks[(self.count + ahead) % 2]
+
+    def push(self, token):
+        assert (token >= 64) == self.count % 2
+        self.count += 1
+
+
+def serve(executor, cfg):
+    """A short busy time, by step numbers: shared prefixes, an abort, a mask, preemptions."""
+    engine = Engine(Scheduler(cfg), executor, Recorder())
+    rng, made = np.random.default_rng(0), []
+    base = rng.integers(2, 120, 80)
+    for i in range(7):
+        own = rng.integers(2, 120, 3 + 4 * i)
+        prompt = np.concatenate([base if i % 2 else base[:0], own]).astype(np.int32)
+        request = GenerationRequest(
+            f"r{i}",
+            prompt,
+            max_tokens=30 - i,
+            n=1 + (i == 1),
+            sampling=RequestSampling(temperature=0.8, seed=i, top_logprobs=1),
+            mask=HalfMask if i == 3 else None,
+            ignore_eos=i != 4,
+        )
+        made += engine.submit(request)
+        if i == 5:
+            engine.finish(made[2], "abort")
+        for _ in range(2):
+            engine.step()
+    drain(engine)
+    assert_empty(engine)
+    assert engine.stats().preemptions > 0 and engine.stats().prefix_hits > 0
+    return made
+
+
+def test_the_schedule_is_that_of_the_simulation_and_tokens_are_those_of_each_request_alone(compiled):
+    executor, cfg = compiled
+    executor.reset()
+    on_device = RecordingExecutor(executor)
+    compilations = executor.compilations.count
+    made = serve(on_device, cfg)
+    assert executor.compilations.count == compilations, "something was compiled after the start"
+
+    sampled = iter(
+        [s for e in on_device.events if e.result for r in e.result.ranks for s in (r.prefills, r.decodes) if s]
+    )
+    simulated = RecordingExecutor(SimulatedExecutor(LinearCost(), lambda rank, slots, positions: next(sampled).tokens))
+    again = serve(simulated, cfg)
+    assert schedule_difference(on_device.events, simulated.events) is None
+    assert [s.generated for s in again] == [s.generated for s in made]
+
+    executor.reset()
+    engine = Engine(Scheduler(dataclasses.replace(cfg, prefix_cache=False)), executor, Recorder())
+    for sequence in made:
+        if sequence.finish_reason == "abort":
+            continue
+        request = dataclasses.replace(sequence.request, n=1, sampling=sequence.sampling)
+        (alone,) = engine.submit(request)
+        drain(engine)
+        assert alone.generated == sequence.generated
+        assert alone.logprobs == sequence.logprobs

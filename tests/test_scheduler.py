@@ -1,0 +1,555 @@
+"""The scheduler against an executor that checks every page, window and token it is given."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from engine_model import EOS, VOCAB, ChainMask, CheckingExecutor, rollout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4jax.engine.engine import Engine
+from dsv4jax.engine.replay import ReplayRule
+from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, QueueFull, RequestTooLarge
+from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv4jax.engine.token_mask import MaskError
+from dsv4jax.sampling_settings import RequestSampling
+
+SMALL = SchedulerConfig(
+    slots=4,
+    pages=20,
+    max_model_len=64,
+    eos_id=EOS,
+    replay=ReplayRule(window=6, layers=2, mode="bounded"),
+    page_size=4,
+    prefill_tokens=16,
+    prefill_requests=3,
+    tile=2,
+    max_admissions=3,
+)
+EXACT = dataclasses.replace(SMALL, replay=ReplayRule(window=6, layers=2, mode="exact"))
+
+
+class Recorder:
+    """Keeps what the engine reports."""
+
+    def __init__(self):
+        self.steps, self.requests, self.rejections = [], [], []
+
+    def step(self, record):
+        self.steps.append(record)
+
+    def request(self, record):
+        self.requests.append(record)
+
+    def rejected(self, reason):
+        self.rejections.append(reason)
+
+
+def make(cfg=SMALL, depth=2):
+    executor = CheckingExecutor(cfg)
+    return Engine(Scheduler(cfg), executor, Recorder(), depth=depth), executor
+
+
+def request(prompt, max_tokens=5, name="r", **options):
+    return GenerationRequest(name, np.asarray(prompt, np.int32), max_tokens, **options)
+
+
+def drain(engine, limit=5000):
+    for _ in range(limit):
+        if engine.idle:
+            return
+        engine.step()
+    raise AssertionError(f"not idle after {limit} steps")
+
+
+def assert_empty(engine):
+    engine.scheduler.check_integrity()
+    assert engine.stats().used_pages == 0
+    assert engine.stats().running == engine.stats().waiting == 0
+
+
+def prompts():
+    """Prompts that share prefixes of every length with each other."""
+    base = np.random.default_rng(0).integers(2, VOCAB, 60)
+
+    def build(args):
+        shared, own, seed = args
+        return np.concatenate([base[:shared], np.random.default_rng(seed).integers(2, VOCAB, own)]).astype(np.int32)
+
+    return st.tuples(st.integers(0, 40), st.integers(1, 12), st.integers(0, 3)).map(build)
+
+
+MASKS = st.sampled_from(
+    [
+        None,
+        None,
+        functools.partial(ChainMask, waits=False),
+        functools.partial(ChainMask, waits=True),
+        functools.partial(ChainMask, waits=False, fail_after=3),
+        functools.partial(ChainMask, waits=True, fail_after=4),
+    ]
+)
+EVENTS = st.one_of(
+    st.tuples(
+        st.just("submit"),
+        prompts(),
+        st.integers(1, 12),
+        st.integers(1, 3),
+        st.integers(0, 2),
+        st.sampled_from("ab"),
+        MASKS,
+    ),
+    st.tuples(st.just("step"), st.integers(1, 6)),
+    st.tuples(st.just("finish"), st.integers(0, 10), st.sampled_from(["abort", "stop"])),
+    st.tuples(st.just("fail"), st.integers(1, 2)),
+    st.tuples(st.just("forget")),
+)
+CONFIGS = st.sampled_from(
+    [
+        SMALL,
+        EXACT,
+        dataclasses.replace(EXACT, deterministic=True),
+        dataclasses.replace(SMALL, prefix_cache=False),
+        dataclasses.replace(SMALL, tokens_on_host=True),
+        dataclasses.replace(SMALL, ranks=3, slots=2, pages=16),
+        dataclasses.replace(SMALL, decode_every=3),
+        dataclasses.replace(SMALL, prefill_every=4, max_overtakes=1),
+    ]
+)
+
+
+@settings(max_examples=4000, deadline=None)
+@given(cfg=CONFIGS, depth=st.integers(1, 2), events=st.lists(EVENTS, min_size=5, max_size=40))
+def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, events):
+    engine, executor = make(cfg, depth)
+    open_choices, ended_by_hand = [], set()
+    for count, (kind, *args) in enumerate(events):
+        if kind == "submit":
+            prompt, max_tokens, n, priority, salt, mask = args
+            made = request(
+                prompt,
+                max_tokens,
+                f"r{count}",
+                n=n,
+                priority=priority,
+                cache_salt=salt,
+                sampling=RequestSampling(seed=count),
+                mask=mask,
+            )
+            open_choices += engine.submit(made)
+        elif kind == "step":
+            for _ in range(args[0]):
+                engine.step()
+        elif kind == "finish" and open_choices:
+            sequence = open_choices[args[0] % len(open_choices)]
+            if sequence.finish_reason is None:
+                ended_by_hand.add(id(sequence))
+            engine.finish(sequence, args[1])
+        elif kind == "fail":
+            executor.fail_next = args[0]
+        elif kind == "forget":
+            engine.scheduler.forget_prefixes()
+        engine.scheduler.check_integrity()
+    executor.fail_next = 0
+    drain(engine)
+    assert_empty(engine)
+    assert executor.resets == executor.failures, "a step failed by itself"
+    records = {(r.request_id, r.index): r for r in engine._observer.requests}
+    assert len(records) == len(engine._observer.requests) == len(open_choices)
+    for sequence in open_choices:
+        expected = rollout(sequence.request, sequence.index)
+        if id(sequence) in ended_by_hand or (sequence.finish_reason == "error" and "step" in sequence.error):
+            assert sequence.generated == expected[: len(sequence.generated)]
+        else:
+            assert sequence.generated == expected
+            whole = len(expected) == sequence.request.max_tokens or expected[-1] == EOS
+            assert sequence.finish_reason == (
+                "error" if not whole else "stop" if expected[-1] == EOS else "length"
+            )
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers():
+    scheduler = Scheduler(SMALL)
+    with pytest.raises(RequestTooLarge, match="60 tokens and max_tokens = 5 exceed the context of 64"):
+        scheduler.check(request(range(2, 62), 5))
+    scheduler.check(request(range(2, 61), 5))
+    few = Scheduler(dataclasses.replace(SMALL, pages=4))
+    with pytest.raises(RequestTooLarge, match="need 5 pages of 4 tokens, this engine has 4"):
+        few.check(request(range(2, 14), 5))
+    few.check(request(range(2, 13), 5))
+
+
+def test_a_request_that_needs_every_page_runs_beside_others_and_finishes():
+    cfg = dataclasses.replace(SMALL, pages=16)
+    engine, _ = make(cfg)
+    big = engine.submit(request(np.arange(2, 50), 16, "big", ignore_eos=True))
+    small = [engine.submit(request([5, 6, i], 8, f"s{i}", ignore_eos=True)) for i in range(2, 12)]
+    drain(engine)
+    for sequence in [*big, *(s for made in small for s in made)]:
+        assert sequence.generated == rollout(sequence.request, 0)
+    assert_empty(engine)
+
+
+def test_the_queue_is_bounded_in_requests_and_tokens():
+    cfg = dataclasses.replace(SMALL, max_waiting=3, max_waiting_tokens=20)
+    engine, _ = make(cfg)
+    for i in range(2):
+        engine.submit(request(np.arange(2, 11), 4, f"r{i}"))
+    with pytest.raises(QueueFull, match="18 tokens are waiting: 5 more exceed the limit of 20"):
+        engine.submit(request(np.arange(2, 7), 4))
+    engine.submit(request([2], 4))
+    with pytest.raises(QueueFull, match="3 of at most 3 requests are waiting"):
+        engine.submit(request([2], 4))
+    drain(engine)
+    engine.submit(request(np.arange(2, 50), 4))  # an empty queue takes whatever fits the engine
+    drain(engine)
+    assert_empty(engine)
+
+
+def test_only_as_many_as_needed_are_preempted_and_all_finish():
+    cfg = dataclasses.replace(SMALL, pages=14, max_model_len=56)
+    engine, _ = make(cfg)
+    made = [engine.submit(request([i + 2] * 5, 40, f"r{i}", ignore_eos=True))[0] for i in range(4)]
+    drain(engine)
+    assert all(s.generated == rollout(s.request, 0) for s in made)
+    assert made[0].preemptions == 0, "the earliest request is never preempted"
+    assert engine.scheduler.preemptions > 0
+    assert_empty(engine)
+
+
+def test_small_requests_pass_a_large_one_a_bounded_number_of_times():
+    cfg = dataclasses.replace(SMALL, pages=16, max_overtakes=5, max_admissions=1)
+    engine, _ = make(cfg)
+    engine.submit(request([2] * 16, 40, "runs", ignore_eos=True))
+    engine.step()
+    large = engine.submit(request(np.arange(2, 50), 8, "large"))[0]
+    passed = []
+    for i in range(30):
+        passed += engine.submit(request([7, i + 2], 3, f"s{i}", ignore_eos=True))
+        engine.step()
+        engine.step()
+    drain(engine)
+    before = sum(s.scheduled < large.scheduled for s in passed)
+    assert 1 <= before <= 5
+    assert large.generated == rollout(large.request, 0)
+
+
+@pytest.mark.parametrize(("prefill_every", "decode_every"), [(1, 1), (4, 1), (1, 4)])
+def test_neither_prefill_nor_decode_is_held_up_longer_than_the_knob_says(prefill_every, decode_every):
+    cfg = dataclasses.replace(
+        SMALL, pages=64, max_model_len=128, prefill_every=prefill_every, decode_every=decode_every
+    )
+    engine, executor = make(cfg)
+    engine.submit(request([2, 3, 4], 60, "decodes", ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    begin = len(executor.plans)
+    long = engine.submit(request(np.arange(110) % 40 + 2, 2, "long"))[0]
+    while long.first_token is None:
+        engine.step()
+    plans = [p.ranks[0] for p in executor.plans[begin:]]
+    has_prefill = [bool(p.prefills) for p in plans]
+    has_decode = [p.decodes is not None for p in plans]
+    together = plans[has_prefill.index(True) : len(plans) - has_prefill[::-1].index(True)]
+    assert len(together) == (110 // 16 + 1 - 1) * prefill_every + 1
+    longest = max(len(run) for run in "".join("x" if d else "." for d in has_decode).split("x"))
+    assert longest == decode_every - 1
+
+
+def test_prompts_share_the_prefill_budget_so_that_short_ones_pass_long_ones():
+    cfg = dataclasses.replace(SMALL, pages=64, max_model_len=128)
+    engine, executor = make(cfg)
+    engine.submit(request(np.arange(120) % 40 + 2, 2, "long"))
+    engine.step()
+    short = engine.submit(request([3, 4, 5], 2, "short"))[0]
+    steps = 0
+    while short.first_token is None:
+        engine.step()
+        steps += 1
+    assert steps <= 3
+    chunks = executor.plans[1].ranks[0].prefills
+    assert [(c.end - c.start) for c in chunks] in ([3, 12], [12, 3])  # tiles of 2: the short one takes 4 of 16
+    drain(engine)
+
+
+def test_priorities_order_the_queue_and_do_not_starve_anyone():
+    cfg = dataclasses.replace(SMALL, slots=1, max_overtakes=4)
+    engine, _ = make(cfg)
+    low = engine.submit(request([2, 3], 2, "low", priority=5, ignore_eos=True))[0]
+    engine.submit(request([2, 4], 2, "first", ignore_eos=True))
+    engine.step()
+    high = []
+    for i in range(12):
+        high += engine.submit(request([3, i + 2], 2, f"h{i}", ignore_eos=True))
+        engine.step()
+    drain(engine)
+    assert 1 <= sum(s.scheduled < low.scheduled for s in high) <= 4
+
+
+def test_a_hit_counts_only_what_no_step_ran_and_each_request_once():
+    engine, executor = make(SMALL)
+    prompt = np.arange(2, 42)
+    engine.submit(request(prompt, 3, "cold"))
+    drain(engine)
+    assert engine.stats().prefix_hits == 0
+    warm = engine.submit(request(prompt, 3, "warm"))[0]
+    drain(engine)
+    # 10 full pages are found; one window of 6 tokens before their end runs again.
+    assert warm.first_cached == 34
+    assert (engine.stats().prefix_hits, engine.stats().prefix_queries) == (34, 80)
+    assert executor.plans[-1].number == engine.stats().steps - 1
+    assert warm.generated == rollout(warm.request, 0)
+    salted = engine.submit(request(prompt, 3, "salted", cache_salt="other"))[0]
+    drain(engine)
+    assert salted.first_cached == 0
+
+
+def test_preempted_requests_do_not_inflate_the_hit_rate():
+    cfg = dataclasses.replace(SMALL, pages=14, max_model_len=56)
+    engine, _ = make(cfg)
+    for i in range(4):
+        engine.submit(request([i + 2] * 5, 40, f"r{i}", ignore_eos=True))
+    drain(engine)
+    assert engine.scheduler.preemptions > 0
+    assert (engine.stats().prefix_hits, engine.stats().prefix_queries) == (0, 20)
+
+
+def test_choices_of_one_request_share_the_pages_of_its_prompt():
+    cfg = dataclasses.replace(SMALL, pages=64, max_model_len=128)
+    engine, executor = make(cfg)
+    made = engine.submit(request(np.arange(2, 50), 6, n=3, sampling=RequestSampling(seed=4), ignore_eos=True))
+    for _ in range(8):
+        engine.step()
+    assert made[0].pages[:12] == made[1].pages[:12] == made[2].pages[:12]
+    drain(engine)
+    assert [s.generated for s in made] == [rollout(made[0].request, i) for i in range(3)]
+    assert sum(c.end - c.start for p in executor.plans for c in p.ranks[0].prefills) == 48 + 2 * 6
+    assert_empty(engine)
+
+
+def test_pages_of_an_unfinished_prefill_are_found_only_once_written():
+    engine, _ = make(SMALL)
+    first = engine.submit(request(np.arange(2, 42), 3, "first"))[0]
+    engine.step()
+    engine.step()
+    assert engine.scheduler.ranks[0].prefilling
+    engine.finish(first, "abort")
+    second = engine.submit(request(np.arange(2, 42), 3, "second"))[0]
+    drain(engine)
+    assert second.generated == rollout(second.request, 0)
+    assert second.first_cached <= 16
+    assert_empty(engine)
+
+
+def test_steps_overlap_and_their_number_is_bounded():
+    engine, executor = make(SMALL)
+    engine.submit(request([2, 3], 20, ignore_eos=True))
+    seen = []
+    while not engine.idle:
+        engine.step()
+        seen.append(engine.scheduler.steps_in_flight)
+    assert max(seen) == 1, "of two dispatched steps the older is finished in the same call"
+    tokens = [p.ranks[0].decodes.tokens[0] for p in executor.plans if p.ranks[0].decodes is not None]
+    assert tokens == [-1] * 19, "a decode takes its token from the device"
+
+
+def test_a_failing_step_ends_only_what_keeps_failing():
+    engine, executor = make(SMALL)
+    made = [engine.submit(request([2, 3, i], 8, f"r{i}", ignore_eos=True))[0] for i in range(3)]
+    for _ in range(3):
+        engine.step()
+    executor.fail_next = 2
+    drain(engine)
+    assert all(s.generated == rollout(s.request, 0) for s in made)
+    again = engine.submit(request([2, 3, 4], 8, "again"))[0]
+    for _ in range(2):
+        executor.fail_next = 1
+        engine.step()
+    assert again.finish_reason == "error"
+    later = engine.submit(request([2, 3, 4], 8, "later"))[0]
+    drain(engine)
+    assert later.generated == rollout(later.request, 0)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slots": 0}, "slots = 0: must be at least 1"),
+        ({"prefill_tokens": 4}, "prefill_tokens = 4: must hold prefill_requests = 3 tiles of 2"),
+        ({"prefill_every": 2, "decode_every": 2}, "one of them must be 1"),
+        ({"deterministic": True}, "replay must be 'exact', not 'bounded'"),
+    ],
+)
+def test_contradictory_settings_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **change)
+
+
+@pytest.mark.parametrize(("mode", "first"), [("bounded", 994), ("exact", 1000 - 4 * 5)])
+def test_what_runs_again_after_a_hit(mode, first):
+    rule = ReplayRule(window=6, layers=4, mode=mode)
+    assert rule.start(1000) == first
+    assert rule.start(3) == 0
+
+
+def test_the_worst_priority_is_preempted_first():
+    cfg = dataclasses.replace(SMALL, pages=14, max_model_len=56)
+    engine, _ = make(cfg)
+    worst = engine.submit(request([2] * 5, 40, "worst", ignore_eos=True, priority=3))[0]
+    others = [engine.submit(request([i + 3] * 5, 11, f"r{i}", ignore_eos=True))[0] for i in range(3)]
+    drain(engine)
+    assert worst.preemptions > 0 and not any(s.preemptions for s in others)
+    assert worst.generated == rollout(worst.request, 0)
+
+
+def test_a_mask_that_fails_ends_only_its_own_choice():
+    engine, _ = make(SMALL)
+    good = engine.submit(request([2, 3], 9, "good", mask=functools.partial(ChainMask, waits=True), ignore_eos=True))[0]
+    never = engine.submit(request([2, 4], 9, "never", mask=functools.partial(ChainMask, waits=False, fail_after=0)))[0]
+    late = engine.submit(
+        request([2, 5], 9, "late", mask=functools.partial(ChainMask, waits=False, fail_after=4), ignore_eos=True)
+    )[0]
+    drain(engine)
+    assert (good.finish_reason, good.generated) == ("length", rollout(good.request, 0))
+    assert (never.finish_reason, never.generated, never.error) == ("error", [], "no mask any more")
+    assert (late.finish_reason, late.generated) == ("error", rollout(late.request, 0))
+    assert len(late.generated) == 4
+    assert_empty(engine)
+
+
+class RefusingMask(ChainMask):
+    """Finds fault with the third token."""
+
+    def push(self, token):
+        super().push(token)
+        if self.count == 3:
+            raise MaskError("not this token")
+
+
+def test_a_token_that_the_mask_refuses_ends_its_choice():
+    engine, _ = make(SMALL)
+    made = engine.submit(request([2, 3], 9, mask=lambda: RefusingMask(waits=False), ignore_eos=True))[0]
+    drain(engine)
+    assert (made.finish_reason, made.error, len(made.generated)) == ("error", "not this token", 3)
+    assert_empty(engine)
+
+
+def test_a_stop_token_ends_a_choice_and_is_named():
+    free = request([2, 3], 12, ignore_eos=True)
+    stop = rollout(free, 0)[5]
+    engine, _ = make(SMALL)
+    made = engine.submit(dataclasses.replace(free, stop_token_ids=(stop,)))[0]
+    drain(engine)
+    assert (made.generated, made.finish_reason, made.stop_reason) == (rollout(made.request, 0), "stop", stop)
+
+
+class Altering(CheckingExecutor):
+    """Changes results on their way back."""
+
+    alter = staticmethod(lambda plan, result: result)
+
+    def dispatch(self, plan):
+        super().dispatch(plan)
+        self._queue[-1] = self.alter(plan, self._queue[-1])
+
+
+def test_undefined_logits_end_only_the_choice_that_has_them():
+    executor = Altering(SMALL)
+    engine = Engine(Scheduler(SMALL), executor, Recorder())
+    made = [engine.submit(request([2, 3, i], 8, f"r{i}", ignore_eos=True))[0] for i in range(3)]
+
+    def alter(plan, result):
+        decodes = result.ranks[0].decodes
+        if decodes is not None and plan.number == 3:
+            decodes.logprobs[plan.ranks[0].decodes.slots == made[1].slot] = np.nan
+        return result
+
+    executor.alter = alter
+    drain(engine)
+    assert (made[1].finish_reason, "undefined" in made[1].error) == ("error", True)
+    assert made[1].generated == rollout(made[1].request, 0)[: len(made[1].generated)]
+    assert len(made[1].generated) == 3
+    assert all(s.generated == rollout(s.request, 0) for s in (made[0], made[2]))
+    assert_empty(engine)
+
+
+def test_prompt_logprobs_cover_the_prompt_once_without_hits_and_in_steps_of_their_own():
+    executor = Altering(SMALL)
+    engine = Engine(Scheduler(SMALL), executor, Recorder())
+
+    def alter(plan, result):
+        (rank,), (outcome,) = plan.ranks, result.ranks
+        assert len({c.prompt_logprobs >= 0 for c in rank.prefills}) <= 1, "programs with and without are mixed"
+        parts = tuple(
+            PromptLogprobs(np.arange(c.start, min(c.end, len(c.tokens) - 1), dtype=np.float32), None, None)
+            if c.prompt_logprobs >= 0
+            else None
+            for c in rank.prefills
+        )
+        return dataclasses.replace(result, ranks=(dataclasses.replace(outcome, prompt_logprobs=parts),))
+
+    executor.alter = alter
+    prompt = np.arange(2, 42)
+    engine.submit(request(prompt, 3, "warm"))
+    drain(engine)
+    asks = engine.submit(request(prompt, 3, "asks", n=2, prompt_logprobs=0, ignore_eos=True))
+    plain = engine.submit(request(prompt[::-1].copy(), 3, "plain"))[0]
+    engine.step()
+    engine.step()
+    executor.fail_next = 2  # its prefill starts anew
+    drain(engine)
+    for sequence in asks:
+        assert sequence.first_cached == 0
+        np.testing.assert_array_equal(np.concatenate([p.logprobs for p in sequence.prompt_logprobs]), np.arange(39))
+        assert sequence.generated == rollout(sequence.request, sequence.index)
+    assert plain.generated == rollout(plain.request, 0)
+
+
+def test_time_between_tokens_spans_a_preemption():
+    cfg = dataclasses.replace(SMALL, pages=14, max_model_len=56)
+    engine, _ = make(cfg)
+    made = [engine.submit(request([i + 2] * 5, 40, f"r{i}", ignore_eos=True))[0] for i in range(4)]
+    drain(engine)
+    gaps = np.concatenate([record.inter_token_seconds for record in engine._observer.steps])
+    ends = {r.request_id: r.finished - r.first_token for r in engine._observer.requests}
+    assert len(gaps) == 4 * 39
+    assert gaps.sum() == pytest.approx(sum(ends.values()))
+    assert any(s.preemptions for s in made)
+
+
+def test_a_prefix_is_sought_on_every_rank_and_load_is_spread():
+    cfg = dataclasses.replace(SMALL, ranks=3, pages=40)
+    engine, _ = make(cfg)
+    prompt = np.arange(2, 42)
+    ranks = set()
+    for i in range(3):
+        made = engine.submit(request([i + 2] * 20, 20, f"f{i}", ignore_eos=True))[0]
+        engine.step()
+        ranks.add(made.rank)
+    assert ranks == {0, 1, 2}
+    drain(engine)
+    engine.submit(request([9] * 30, 30, "busy", ignore_eos=True))
+    engine.step()
+    cold = engine.submit(request(prompt, 3, "cold"))[0]
+    engine.step()
+    home = cold.rank
+    assert home == 1
+    drain(engine)
+    warm = engine.submit(request(prompt, 3, "warm"))[0]
+    engine.step()
+    assert (warm.rank, warm.first_cached) == (home, 34)
+    drain(engine)
+
+
+def test_idle_means_that_no_step_is_in_flight():
+    engine, executor = make(SMALL)
+    made = engine.submit(request([2, 3], 30, ignore_eos=True))[0]
+    engine.step()
+    engine.step()
+    engine.finish(made, "abort")
+    assert not engine.idle
+    drain(engine)
+    assert engine.scheduler.steps_in_flight == 0 and not executor._queue

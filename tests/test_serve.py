@@ -1,0 +1,169 @@
+"""scripts/serve.py as a user runs it: start, answer, drain, and refusals in one line."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+SERVE = [sys.executable, str(Path(__file__).parent.parent / "scripts" / "serve.py"), "--port=0"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The embedded model with the fewest programs; (address, process, what it printed)."""
+    flags = [
+        "--max_model_len=512",
+        "--contexts=512",
+        "--prefill_tokens=64",
+        "--slots=4",
+        "--strict",
+        "--dev",
+        "--deterministic",
+    ]
+    process = subprocess.Popen([*SERVE, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log: list[str] = []
+    address = None
+    for line in process.stderr:
+        log.append(line)
+        if found := re.search(r"listening on ([\d.]+:\d+)", line):
+            address = f"http://{found[1]}"
+            break
+    assert address, "".join(log)
+    reading = threading.Thread(target=lambda: log.extend(process.stderr), daemon=True)
+    reading.start()
+    yield address, process, log
+    process.kill()
+
+
+def call(address, path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(address + path, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return answer.read()
+
+
+def chat(address, **fields):
+    fields = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0, **fields}
+    return json.loads(call(address, "/v1/chat/completions", fields))
+
+
+@pytest.mark.timeout(600)
+def test_it_is_ready_once_it_listens(server):
+    address, _, _ = server
+    assert call(address, "/health") == b""
+    call(address, "/ready")
+    answer = chat(address)
+    assert answer["usage"]["completion_tokens"] == 8
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_same_request_gives_the_same_answer_alone_and_among_others(server):
+    address, _, _ = server
+    alone = chat(address, logprobs=True)["choices"]
+    with ThreadPoolExecutor(6) as pool:
+        texts = ["Hi", "Tell me more about pages. " * 8, "Hi", "windows", "Hi", "Tell me more about pages. " * 9]
+        answers = list(
+            pool.map(lambda t: chat(address, messages=[{"role": "user", "content": t}], logprobs=True), texts)
+        )
+    for text, answer in zip(texts, answers, strict=True):
+        if text == "Hi":
+            assert answer["choices"] == alone
+
+
+def test_a_repeated_prompt_is_answered_from_the_prefix_cache_in_usage_and_metrics(server):
+    address, _, _ = server
+    call(address, "/reset_prefix_cache", {})
+    words = " ".join(f"word {i}" for i in range(90))
+    first, second = (
+        json.loads(call(address, "/v1/completions", {"prompt": words, "max_tokens": 4, "temperature": 0}))
+        for _ in range(2)
+    )
+    assert first["choices"][0]["text"] == second["choices"][0]["text"]
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    metrics = call(address, "/metrics").decode()
+    hits = float(re.search(r"^vllm:prefix_cache_hits_total{.*} (\S+)$", metrics, re.M)[1])
+    # Exact replay goes back one window per layer, which is most of what fits this server.
+    assert cached == hits
+
+
+def test_structured_output_and_tools_hold_on_the_device(server):
+    address, _, _ = server
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    answer = chat(
+        address,
+        max_tokens=200,
+        temperature=1,
+        seed=3,
+        thinking={"type": "disabled"},
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+    )["choices"][0]
+    if answer["finish_reason"] == "stop":
+        assert json.loads(answer["message"]["content"])["a"] in ("x", "y")
+    choice = chat(
+        address, max_tokens=40, structured_outputs={"choice": ["red", "green"]}, thinking={"type": "disabled"}
+    )["choices"][0]
+    assert choice["message"]["content"] in ("red", "green")
+    assert choice["finish_reason"] == "stop"
+    budget = chat(address, max_tokens=30, ignore_eos=True, thinking_token_budget=3, temperature=1, seed=5)
+    assert budget["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 3
+
+
+def test_prompt_log_probabilities_for_scoring(server):
+    address, _, _ = server
+    body = {"prompt": "Hi there, you", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+    logprobs = json.loads(call(address, "/v1/completions", body))["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"][0] is None
+    assert all(value < 0 for value in logprobs["token_logprobs"][1:])
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"])
+
+
+def test_nothing_was_compiled_while_serving_and_sigterm_drains(server):
+    address, process, log = server
+    metrics = call(address, "/metrics").decode()
+    assert re.search(r"^dsv4jax:compilations_total{.*} 0.0$", metrics, re.M)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(chat, address, max_tokens=100, ignore_eos=True)
+        while json.loads(call(address, "/status.json"))["stats"]["running"] == 0:
+            assert not running.done()
+        process.send_signal(signal.SIGTERM)
+        assert running.result(120)["usage"]["completion_tokens"] == 100
+    assert process.wait(60) == 0
+    printed = process.stdout.read()
+    assert re.search(
+        r"weights .*MiB.*\n.*tables.*\n.*pages.*\n.*windows.*\n.*sampling.*\n.*workspace.*MiB\n.*total", printed
+    )
+    text = "".join(log)
+    assert re.search(r"POST /v1/chat/completions 200 prompt=\d+ cached=\d+ output=\d+ ttft=[\d.]+ total=[\d.]+", text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pages=1000000000"], "not enough memory: the memory plan needs"),
+        (["--max_model_len=20000"], "--max_model_len=20000: the model's context is 16384"),
+        (["--contexts=64,9000"], "--contexts: 9000 is beyond --max_model_len=4096"),
+        (["--contexts=a"], "--contexts=a: must be whole numbers"),
+        (["--decode_requests=99"], "--decode_requests: 99 is beyond --slots=16"),
+        (["--model=/nowhere"], "/nowhere"),
+        (["--api_key="], "a key must be printable ASCII and not empty"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line_before_loading(flags, message):
+    run = subprocess.run([*SERVE, *flags], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0], run.stderr
+    assert "Traceback" not in run.stderr and "loading" not in run.stderr
