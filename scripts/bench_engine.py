@@ -43,6 +43,7 @@ _EOS = 1
 _PAGE = 64
 _REPLAY = ReplayRule(window=128, layers=43)
 _TOKENS = constant_tokens(100)
+_COST = LinearCost()
 
 
 @dataclasses.dataclass
@@ -73,7 +74,7 @@ class Silent(Totals):
 
 
 def simulated_engine(
-    cfg: SchedulerConfig, cost: Callable[[StepPlan], float] = LinearCost()
+    cfg: SchedulerConfig, cost: Callable[[StepPlan], float] = _COST
 ) -> tuple[Engine, SimulatedExecutor, Totals]:
     """An engine without a device, its executor and its observer."""
     executor, totals = SimulatedExecutor(cost, _TOKENS), Totals()
@@ -201,8 +202,9 @@ def admission(tokens: int, repeats: int) -> dict[str, Any]:
 def fairness(
     tokens: int, chats: int, prefill_tokens: int, prefill_every: int = 1, decode_every: int = 1
 ) -> dict[str, Any]:
-    """Inter-token latency of `chats` running chats, and time to the first token of chats that arrive every second, while
-    a prompt of `tokens` is prefilled; virtual milliseconds, `LinearCost`.
+    """How `chats` running chats and others that arrive every second fare while a prompt of `tokens` is prefilled.
+
+    Inter-token latencies and times to the first token in virtual milliseconds, with `LinearCost`.
 
     `bound_ms` is what the policy promises: `decode_every` steps of the longest kind there can be.
     """

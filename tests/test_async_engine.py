@@ -46,9 +46,7 @@ class Served:
     def __init__(self, cfg, **options):
         self.executor, self.observer = PausedExecutor(cfg), Recorder()
         self.engine = Engine(Scheduler(cfg), self.executor, self.observer)
-        self.api = AsyncEngine(
-            self.engine, self.observer, max_model_len=cfg.max_model_len, vocab_size=VOCAB, **options
-        )
+        self.api = AsyncEngine(self.engine, self.observer, max_model_len=cfg.max_model_len, vocab_size=VOCAB, **options)
 
     async def until(self, condition, seconds=10.0):
         end = time.monotonic() + seconds
@@ -113,7 +111,9 @@ def test_many_readers_get_what_they_asked_for():
             for i in range(60)
         ]
         for made, (tokens, reasons, _) in zip(
-            requests, await asyncio.gather(*(read(served, r, pause=0.001 * (i % 4)) for i, r in enumerate(requests))), strict=True
+            requests,
+            await asyncio.gather(*(read(served, r, pause=0.001 * (i % 4)) for i, r in enumerate(requests))),
+            strict=True,
         ):
             for index in range(made.n):
                 expected = rollout(made, index)
@@ -147,7 +147,8 @@ def test_a_chunk_carries_log_probabilities_cached_tokens_and_the_stop_token():
         made = request(prompt, 12, ignore_eos=True, sampling=sampling, stop_token_ids=(stop,))
         tokens, reasons, chunks = await read(served, made)
         assert tokens[0] == rollout(made, 0) and reasons[0] == "stop"
-        assert [len(c.logprobs) for c in chunks] == [len(c.top_logprobs) for c in chunks] == [len(c.token_ids) for c in chunks]
+        counts = [len(c.token_ids) for c in chunks]
+        assert [len(c.logprobs) for c in chunks] == [len(c.top_logprobs) for c in chunks] == counts
         assert (chunks[-1].stop_reason, chunks[0].cached_tokens) == (stop, 0)
         _, _, chunks = await read(served, made)
         assert chunks[0].cached_tokens == 34

@@ -156,7 +156,7 @@ def change(plan, what, **values):
         ("starts", {"slot": 9}, r"starts\[0\], slot: \d recorded, 9 now"),
         ("starts", {"tokens": np.array([5], np.int32)}, r"starts\[0\], tokens: \d+ entries recorded, 1 now"),
         ("starts", {"generated": 7}, r"starts\[0\], generated: 0 recorded, 7 now"),
-        ("starts", {"sampling": RequestSampling(seed=-5)}, r"starts\[0\], sampling, temperature: 0.7 recorded, 1.0 now"),
+        ("starts", {"sampling": RequestSampling(seed=-5)}, r"starts\[0\], sampling, temperature: 0.7 recorded, 1"),
         ("starts", {"logit_bias": {3: 2.5}}, r"starts\[0\], logit_bias: 2 entries recorded, 1 now"),
         ("masks", {"mask": np.array([1, 0], np.uint32)}, r"masks\[0\]\[1\]: 'ffffff0100000000' recorded, '01000000"),
         ("masks", {"mask": None}, r"masks\[0\]\[1\]: 'ffffff0100000000' recorded, None now"),
@@ -186,13 +186,15 @@ def test_every_field_of_a_plan_is_compared(recorded, what, values, message):
 
 def test_results_come_back_from_a_file_exactly(tmp_path):
     floats = np.array([-0.1, np.nan, -1e-30], np.float32)
-    sampled = Sampled(np.array([1, 2, 3], np.int32), floats, np.ones((3, 20), np.int32), np.full((3, 20), -0.3, np.float32))
+    tops = np.ones((3, 20), np.int32), np.full((3, 20), -0.3, np.float32)
+    sampled = Sampled(np.array([1, 2, 3], np.int32), floats, *tops)
     parts = (
         PromptLogprobs(floats, np.ones((3, 2), np.int32), np.full((3, 2), -0.7, np.float32)),
         None,
         PromptLogprobs(floats[:0], np.ones((0, 2), np.int32), np.ones((0, 2), np.float32)),
     )
-    result = StepResult(4, (RankResult(sampled, Sampled(sampled.tokens, floats), parts), RankResult(None, None)), 0.25, 0.5)
+    ranks = RankResult(sampled, Sampled(sampled.tokens, floats), parts), RankResult(None, None)
+    result = StepResult(4, ranks, 0.25, 0.5)
     save_recording([Event("wait", 1.5, result=result)], tmp_path / "r.jsonl")
     (event,) = load_recording(tmp_path / "r.jsonl")
     assert (event.kind, event.time, event.error) == ("wait", 1.5, None)
@@ -200,7 +202,8 @@ def test_results_come_back_from_a_file_exactly(tmp_path):
     first, second = event.result.ranks
     assert second.prefills is second.decodes is None and second.prompt_logprobs == ()
     assert first.decodes.top_tokens is None and first.prompt_logprobs[1] is None
-    for new, old in [(first.prefills, sampled), (first.prompt_logprobs[0], parts[0]), (first.prompt_logprobs[2], parts[2])]:
+    logprobs = first.prompt_logprobs
+    for new, old in [(first.prefills, sampled), (logprobs[0], parts[0]), (logprobs[2], parts[2])]:
         for field in dataclasses.fields(old):
             a, b = getattr(new, field.name), getattr(old, field.name)
             assert a.dtype == b.dtype and a.shape == b.shape

@@ -165,9 +165,7 @@ def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, events):
         else:
             assert sequence.generated == expected
             whole = len(expected) == sequence.request.max_tokens or expected[-1] == EOS
-            assert sequence.finish_reason == (
-                "error" if not whole else "stop" if expected[-1] == EOS else "length"
-            )
+            assert sequence.finish_reason == ("error" if not whole else "stop" if expected[-1] == EOS else "length")
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers():

@@ -26,7 +26,10 @@ CFG = SchedulerConfig(
 NO_CONTEXT = LinearCost(step=0.01, prefill_token=1e-4, prefill_pair=0, decode_token=1e-3, decode_context=0)
 
 
-def make(cfg=CFG, cost=NO_CONTEXT, tokens=constant_tokens(7)):
+SEVENS = constant_tokens(7)
+
+
+def make(cfg=CFG, cost=NO_CONTEXT, tokens=SEVENS):
     executor = SimulatedExecutor(cost, tokens)
     return Engine(Scheduler(cfg), executor, Recorder()), executor
 

@@ -144,7 +144,8 @@ class PagePool:
         assert len(set(idle)) == len(idle), "a page is in two lists"
         assert sorted(idle) == np.flatnonzero(expected == 0).tolist(), "a page is lost or free while held"
         assert all(self._keys[page] is None for page in self._free), "a free page has a key"
-        assert all(self._page_of.get(key) == page for page, key in enumerate(self._keys) if key), "keys and pages differ"
+        keyed = [(page, key) for page, key in enumerate(self._keys) if key]
+        assert all(self._page_of.get(key) == page for page, key in keyed), "keys and pages differ"
         assert len(self._page_of) == sum(key is not None for key in self._keys), "a key without a page"
 
     def _forget(self, page: int) -> None:

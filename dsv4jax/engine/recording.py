@@ -1,7 +1,7 @@
 """Keeps what the engine told its executor and what came back; plays it back; finds where two schedules part.
 
-A recording is a list of `Event`s. As a file it is JSON lines: a header, then one event per line. A prompt is written once,
-where its slot is started; arrays are lists of numbers, masks are hexadecimal bytes (little-endian words).
+A recording is a list of `Event`s. As a file it is JSON lines: a header, then one event per line. A prompt is written
+once, where its slot is started; arrays are lists of numbers, masks are hexadecimal bytes (little-endian words).
 """
 
 import collections
@@ -89,8 +89,8 @@ class RecordingExecutor:
 class ReplayExecutor:
     """Answers as a recording says, as long as it is asked the same; its clock is the recorded one.
 
-    Errors of the recorded executor are raised again as RuntimeError. The first difference raises `ReplayDifference`, and
-    so does every call after it, so that an engine that survives failing steps ends here all the same.
+    Errors of the recorded executor are raised again as RuntimeError. The first difference raises `ReplayDifference`,
+    and so does every call after it, so that an engine that survives failing steps ends here all the same.
     """
 
     def __init__(self, events: Iterable[Event]):
@@ -173,7 +173,8 @@ def save_recording(events: Iterable[Event], path: str | Path) -> None:
                 prompts.update({(rank, start.slot): start.tokens for start in plan.starts})
                 for chunk in plan.prefills:
                     if not np.array_equal(prompts.get((rank, chunk.slot), ()), chunk.tokens):
-                        raise ValueError(f"step {event.plan.number}: slot {chunk.slot} was not started with these tokens")
+                        step = event.plan.number
+                        raise ValueError(f"step {step}: slot {chunk.slot} was not started with these tokens")
             line = {"kind": event.kind, "time": event.time}
             if event.plan is not None:
                 line["plan"] = _plan_to_json(event.plan)

@@ -15,8 +15,9 @@ from dsv4jax.sampling_settings import MAX_TOP_LOGPROBS
 
 CostModel = Callable[[StepPlan], float]
 """Seconds a step keeps the device busy."""
-TokenModel = Callable[[int, Int32[np.ndarray, " requests"], Int32[np.ndarray, " requests"]], Int32[np.ndarray, " requests"]]
-"""Token ids sampled after positions: (rank, slots, positions) to ids. Called for prefills, then decodes, of each rank."""
+_PerRequest = Int32[np.ndarray, " requests"]
+TokenModel = Callable[[int, _PerRequest, _PerRequest], _PerRequest]
+"""Token ids sampled after positions: (rank, slots, positions) to ids. Called for a rank's prefills, then its decodes."""
 
 
 @dataclasses.dataclass(frozen=True)
