@@ -17,7 +17,7 @@ CostModel = Callable[[StepPlan], float]
 """Seconds a step keeps the device busy."""
 _PerRequest = Int32[np.ndarray, " requests"]
 TokenModel = Callable[[int, _PerRequest, _PerRequest], _PerRequest]
-"""Token ids sampled after positions: (rank, slots, positions) to ids. Called for a rank's prefills, then its decodes."""
+"""Token ids sampled after positions: (rank, slots, positions) to ids. Called for prefills, then decodes."""
 
 
 @dataclasses.dataclass(frozen=True)
