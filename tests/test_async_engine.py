@@ -472,3 +472,14 @@ def test_no_mixture_of_endings_leaves_anything_behind(actions):
         await asyncio.gather(*(one(served, f"r{i}", *action) for i, action in enumerate(actions)))
 
     run(test)
+
+
+def test_an_idle_engine_that_lost_a_page_stops_rather_than_go_on():
+    async def test(served):
+        await read(served, request([2, 3], 3))
+        served.engine.scheduler.ranks[0].pool._free.pop()
+        await served.until(lambda: not served.api.is_alive)
+        with pytest.raises(EngineStopped):
+            await read(served, request([2, 3], 3, "later"))
+
+    run(test, check_empty=False)

@@ -245,16 +245,19 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
+            checked = False  # since the engine ran last
             while not self._stopping:
                 self._heartbeat = time.monotonic()
                 self._take_commands()
-                if self._engine.idle:
-                    self._engine.scheduler.check_integrity()
-                    with self._lock:
-                        if not self._commands:
-                            self._lock.wait(_HEARTBEAT)
+                if not self._engine.idle:
+                    self._deliver(self._engine.step())
+                    checked = False
                     continue
-                self._deliver(self._engine.step())
+                with self._lock:
+                    called = bool(self._commands) or self._lock.wait(_HEARTBEAT)
+                if not called and not checked:
+                    self._engine.scheduler.check_integrity()
+                    checked = True
         except BaseException as failure:
             _log.exception("the engine has failed")
             self._failure = failure

@@ -140,13 +140,12 @@ class PagePool:
         for pages in held:
             np.add.at(expected, list(pages), 1)
         assert np.array_equal(expected, self._holders), "holders differ from the pages of running requests"
-        idle = [*self._free, *self._kept]
-        assert len(set(idle)) == len(idle), "a page is in two lists"
-        assert sorted(idle) == np.flatnonzero(expected == 0).tolist(), "a page is lost or free while held"
-        assert all(self._keys[page] is None for page in self._free), "a free page has a key"
-        keyed = [(page, key) for page, key in enumerate(self._keys) if key]
-        assert all(self._page_of.get(key) == page for page, key in keyed), "keys and pages differ"
-        assert len(self._page_of) == sum(key is not None for key in self._keys), "a key without a page"
+        idle = np.bincount(np.array([*self._free, *self._kept], np.int64), minlength=self.num_pages)
+        assert idle.max(initial=0) <= 1, "a page is in two lists"
+        assert np.array_equal(idle == 1, expected == 0), "a page is lost or free while held"
+        assert not any(map(self._keys.__getitem__, self._free)), "a free page has a key"
+        assert all(self._keys[page] == key for key, page in self._page_of.items()), "keys and pages differ"
+        assert len(self._page_of) == self.num_pages - self._keys.count(None), "a page has a key that does not find it"
 
     def _forget(self, page: int) -> None:
         key = self._keys[page]
