@@ -322,8 +322,10 @@ def test_an_engine_whose_every_step_fails_ends_its_requests_and_then_itself():
 def test_a_silent_engine_is_noticed():
     async def test(served):
         served.executor.go.clear()
+        begin = time.monotonic()
         with pytest.raises(EngineStopped, match="does not answer"):
             await read(served, endless())
+        assert time.monotonic() - begin < 10
         served.executor.go.set()
         await served.until(lambda: served.api.is_alive)
         tokens, _, _ = await read(served, endless("again", 5))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4jax.engine.engine import Engine
+from dsv4jax.engine.plan import RankResult, Sampled, StepResult
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, QueueFull, RequestTooLarge
 from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
@@ -477,8 +479,9 @@ def test_undefined_logits_end_only_the_choice_that_has_them():
 
 
 def test_prompt_logprobs_cover_the_prompt_once_without_hits_and_in_steps_of_their_own():
-    executor = Altering(SMALL)
-    engine = Engine(Scheduler(SMALL), executor, Recorder())
+    cfg = dataclasses.replace(SMALL, pages=64)
+    executor = Altering(cfg)
+    engine = Engine(Scheduler(cfg), executor, Recorder())
 
     def alter(plan, result):
         (rank,), (outcome,) = plan.ranks, result.ranks
@@ -506,6 +509,7 @@ def test_prompt_logprobs_cover_the_prompt_once_without_hits_and_in_steps_of_thei
         np.testing.assert_array_equal(np.concatenate([p.logprobs for p in sequence.prompt_logprobs]), np.arange(39))
         assert sequence.generated == rollout(sequence.request, sequence.index)
     assert plain.generated == rollout(plain.request, 0)
+    assert executor.resets == executor.failures == 1
 
 
 def test_time_between_tokens_spans_a_preemption():
@@ -564,3 +568,125 @@ def test_engine_and_server_are_host_only():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
+
+
+def test_pages_that_a_running_request_shares_are_not_counted_again():
+    cfg = dataclasses.replace(SMALL, pages=16)
+    engine, _ = make(cfg)
+    first = engine.submit(request(np.arange(2, 42), 12, "first", ignore_eos=True))[0]
+    while first.first_token is None:
+        engine.step()
+    second = engine.submit(request(np.arange(2, 42), 4, "second", ignore_eos=True))[0]
+    engine.step()
+    assert second.slot >= 0 and second.pages[:10] == first.pages[:10]
+    drain(engine)
+    assert [s.generated for s in (first, second)] == [rollout(s.request, 0) for s in (first, second)]
+
+
+def test_a_request_waits_while_the_running_ones_would_have_no_page_to_grow():
+    cfg = dataclasses.replace(SMALL, pages=14, max_model_len=56)
+    engine, _ = make(cfg)
+    running = [engine.submit(request([i + 2] * 9, 3, f"r{i}", ignore_eos=True))[0] for i in range(3)]  # 3 pages each
+    engine.step()
+    waits = engine.submit(request([9] * 9, 3, "waits", ignore_eos=True))[0]
+    engine.step()
+    assert engine.scheduler.ranks[0].pool.available == 5 and waits.slot < 0
+    drain(engine)
+    assert waits.scheduled >= min(r.finished for r in engine._observer.requests)
+    assert not any(s.preemptions for s in (*running, waits))
+
+
+def test_deterministic_reruns_of_generated_tokens_are_decoded_one_by_one():
+    cfg = dataclasses.replace(EXACT, pages=14, max_model_len=56, deterministic=True)
+    engine, executor = make(cfg)
+    made = [engine.submit(request([i + 2] * 5, 40, f"r{i}", ignore_eos=True))[0] for i in range(4)]
+    drain(engine)
+    assert any(s.preemptions for s in made)
+    chunks = [c for p in executor.plans for c in p.ranks[0].prefills]
+    assert all(c.end <= 5 and len(c.tokens) == 5 for c in chunks)
+    assert not any(start.generated for p in executor.plans for start in p.ranks[0].starts)
+    assert all(s.generated == rollout(s.request, 0) for s in made)
+
+
+def test_only_pages_written_by_prefill_are_reused_when_deterministic():
+    for deterministic, cached in ((True, 12), (False, 36)):
+        cfg = dataclasses.replace(
+            EXACT, replay=ReplayRule(window=1, layers=1, mode="exact"), deterministic=deterministic
+        )
+        engine, _ = make(cfg)
+        first = engine.submit(request(np.arange(2, 14), 27, "first", ignore_eos=True))[0]
+        drain(engine)
+        again = np.concatenate([np.arange(2, 14), first.generated])
+        second = engine.submit(request(again, 3, "second"))[0]
+        drain(engine)
+        assert second.first_cached == cached
+
+
+def test_more_prompts_than_one_step_takes_get_their_turns():
+    cfg = dataclasses.replace(SMALL, slots=6, pages=200, max_model_len=128, max_admissions=6)
+    engine, executor = make(cfg)
+    for i in range(6):
+        engine.submit(request(np.full(100, i + 2), 2, f"r{i}"))
+    for _ in range(12):
+        engine.step()
+    slots = [{c.slot for c in p.ranks[0].prefills} for p in executor.plans[:12]]
+    assert all(one | other == set(range(6)) for one, other in itertools.pairwise(slots))
+
+
+def test_more_steps_in_flight_than_the_engine_uses_are_kept_apart():
+    """The scheduler sets no limit: a choice may be in a slot again while steps of its former life are in flight."""
+    cfg = dataclasses.replace(SMALL, pages=14, max_model_len=56, prefill_tokens=6)
+    engine, _ = make(cfg)
+    engine._depth = 4
+    made = [engine.submit(request([i + 2] * (5 + 7 * i), 20, f"r{i}", ignore_eos=True))[0] for i in range(4)]
+    drain(engine)
+    assert any(s.preemptions for s in made)
+    assert all(s.generated == rollout(s.request, 0) for s in made)
+    assert_empty(engine)
+
+
+def test_only_what_took_part_in_a_failing_step_is_blamed():
+    cfg = dataclasses.replace(SMALL, slots=6, pages=200, max_model_len=128, max_admissions=6)
+    engine, executor = make(cfg, depth=1)
+    made = [engine.submit(request(np.full(100, i + 2), 2, f"r{i}"))[0] for i in range(6)]
+    engine.step()
+    executor.fail_next = 2
+    engine.step()
+    took_part = {c.slot for c in executor.plans[-1].ranks[0].prefills}
+    assert len(took_part) == 3
+    assert sorted(s.failures for s in made) == [0, 0, 0, 1, 1, 1]
+    drain(engine)
+    assert all(s.generated == rollout(s.request, 0) for s in made)
+
+
+@pytest.mark.parametrize("tokens", [6, 7])
+def test_a_mask_made_for_a_preempted_choice_does_not_reach_the_next_one_in_its_slot(tokens):
+    cfg = dataclasses.replace(SMALL, slots=2, pages=5, max_model_len=20)
+    engine, _ = make(cfg)
+    made = [
+        engine.submit(request([2] * size, 12, name, ignore_eos=True, priority=priority, mask=mask))[0]
+        for name, size, priority, mask in (
+            ("better", 4, 0, functools.partial(ChainMask, waits=True)),
+            ("worse", tokens, 1, functools.partial(ChainMask, waits=False)),
+        )
+    ]
+    engine.step()
+    assert all(s.slot >= 0 for s in made)
+    made += [engine.submit(request([3, i], 3, f"next{i}", ignore_eos=True))[0] for i in range(2, 5)]
+    drain(engine)
+    assert made[1].preemptions > 0
+    assert all(s.generated == rollout(s.request, 0) for s in made)
+
+
+def test_a_step_of_a_former_life_does_not_count():
+    scheduler = Scheduler(SMALL)
+    made = scheduler.prepare(request([2, 3, 4], 5, ignore_eos=True))
+    scheduler.submit(made, 0.0)
+    first, _ = scheduler.schedule(0.0)
+    scheduler._preempt(made[0])
+    second, _ = scheduler.schedule(0.0)
+    assert made[0].slot >= 0 and second.ranks[0].prefills
+    for number, token in ((first.number, 7), (second.number, 8)):
+        sampled = Sampled(np.array([token], np.int32), np.zeros(1, np.float32))
+        scheduler.update(StepResult(number, (RankResult(sampled, None),), 1.0), 1.0)
+    assert made[0].generated == [8]

@@ -285,8 +285,6 @@ class Rank:
 
     def _runnable(self) -> np.ndarray:
         runnable = self._decoding & (self._length + self._unread < self._end)
-        # Tokens lost to a preemption are run again although enough were chosen.
-        runnable |= self._decoding & (self._position < self._length - 1)
         return runnable & (self._unread == 0) if self._cfg.tokens_on_host else runnable
 
     def _prefill_end(self, sequence: Sequence) -> int:
