@@ -274,6 +274,15 @@ def test_a_prompt_beyond_the_context_is_refused(default_tokenizer, route):
     assert error.code == "context_length_exceeded"
 
 
+def test_an_echo_needs_room_for_one_token(default_tokenizer):
+    prompt = call_prompt_size(default_tokenizer, completions)
+    body = base(completions) | {"max_tokens": 0, "echo": True}
+    error = refused(completions, context(default_tokenizer, limit=prompt), body)
+    assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "prompt")
+    assert f"({prompt} in the prompt, 1 in the completion, also for max_tokens = 0)" in error.message
+    assert call(completions, context(default_tokenizer, [1], limit=prompt + 1), body)
+
+
 def call_prompt_size(tokenizer, route) -> int:
     return call(route, context(tokenizer, [1]), base(route))["usage"]["prompt_tokens"]
 

@@ -69,11 +69,13 @@ def build_request(
     max_tokens = fields.max_tokens
     if max_tokens is None:
         max_tokens = max(left if default_max_tokens is None else min(default_max_tokens, left), 1)
-    if max_tokens > left:
+    generated = max(max_tokens, 1)  # the engine runs a prompt by making a token, even if only the echo is wanted
+    if generated > left:
+        unasked = "" if max_tokens else ", also for max_tokens = 0"
         raise context_length_exceeded(
             param,
             f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{prompt.size + max_tokens} tokens ({prompt.size} in the {param}, {max_tokens} in the completion). "
+            f"{prompt.size + generated} tokens ({prompt.size} in the {param}, {generated} in the completion{unasked}). "
             f"Please reduce the length of the {param} or completion.",
         )
     if fields.min_tokens > max_tokens:
@@ -82,7 +84,7 @@ def build_request(
     return GenerationRequest(
         request_id=engine_id,
         prompt=np.ascontiguousarray(prompt),
-        max_tokens=max(max_tokens, 1),
+        max_tokens=generated,
         n=fields.n,
         sampling=fields.sampling,
         logit_bias=fields.logit_bias,
