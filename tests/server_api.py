@@ -159,5 +159,17 @@ def text_ids(tokenizer, *parts: str) -> list[int]:
     return ids
 
 
+def break_after_first_chunk(engine: ScriptedEngine, message: str) -> None:
+    """Lets the engine raise where no stream can still get a status of its own."""
+    whole = engine.generate
+
+    async def generate(request):
+        async for chunk in whole(request):
+            yield chunk
+            raise RuntimeError(message)
+
+    engine.generate = generate
+
+
 def stopped_engine() -> EngineStopped:
     return EngineStopped("the server is shutting down")

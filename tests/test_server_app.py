@@ -24,6 +24,11 @@ from dsv4jax.server.config import ServerConfig
 from dsv4jax.server.run import BackgroundServer, serve
 
 COMPLETIONS = "/v1/completions"
+CHATS = (
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ("/v1/responses", {"input": "Hi"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}),
+)
 
 
 def body(max_tokens=5, **fields):
@@ -177,6 +182,25 @@ def test_what_the_engine_does_not_admit(client, failure, status, type, retry_aft
         client.engine.failure = None
     assert error_of(response, status)["type"] == type
     assert response.headers["retry-after"] == retry_after
+
+
+def test_a_stream_that_others_were_faster_than_gets_429():
+    """The queue may fill up between the check of a request and its start."""
+    engine = FakeEngine()
+    engine.check = lambda request: None
+    whole = engine.generate
+
+    async def generate(request):
+        raise QueueFull("64 requests are waiting", 3)
+        async for chunk in whole(request):
+            yield chunk
+
+    engine.generate = generate
+    with running(engine) as client:
+        for path, fields in ((COMPLETIONS, body()), *CHATS):
+            response = client.post(path, json=fields | {"stream": True})
+            assert response.status_code == 429 and response.headers["retry-after"] == "3", response.text
+            assert response.headers["content-type"] == "application/json"
 
 
 def test_models(client):
@@ -404,6 +428,18 @@ def test_a_request_may_not_take_longer_than_allowed():
         assert json.loads(events[-2])["error"]["code"] == "request_timeout" and events[-1] == "[DONE]"
         eventually(lambda: not client.engine.running)
         assert client.post(COMPLETIONS, json=body(5)).status_code == 200
+
+
+def test_the_time_of_a_request_begins_with_its_first_byte():
+    with running(request_timeout=1) as client, raw(client) as connection:
+        data = json.dumps(body(3000, stream=True)).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        connection.sendall(head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data[:5])
+        begin = time.monotonic()
+        time.sleep(0.8)
+        connection.sendall(data[5:])
+        assert b"request_timeout" in read_all(connection)
+        assert time.monotonic() - begin < 1.6
 
 
 def test_waiting_requests_get_errors_when_the_engine_dies():

@@ -6,9 +6,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from server_api import best, call, context, logprob, reply, stopped_engine, text_ids
+from server_api import best, break_after_first_chunk, call, context, logprob, reply, text_ids
 
 from dsv4jax.server.chat_completions import chat_completions, render_chat_completion
+from dsv4jax.server.completions import completions
 from dsv4jax.server.context import AccessRecord
 from dsv4jax.server.errors import ApiError
 
@@ -389,20 +390,23 @@ def test_a_failure_during_generation(default_tokenizer, stream):
 
 
 def test_a_fault_of_the_server_in_a_stream_shows_nothing_of_it(default_tokenizer, caplog):
-    def script(request, index):
-        raise RuntimeError("/secret/path")
-
-    events = call(chat_completions, context(default_tokenizer, script), BODY | {"stream": True})
-    assert events == [
-        {"error": {"message": "internal error", "type": "internal_error", "param": None, "code": "internal_error"}}
-    ]
+    server = context(default_tokenizer, text_ids(default_tokenizer, "Some text"))
+    break_after_first_chunk(server.engine, "/secret/path")
+    events = call(chat_completions, server, BODY | {"stream": True})
+    assert len(events) > 1
+    assert events[-1] == {
+        "error": {"message": "internal error", "type": "internal_error", "param": None, "code": "internal_error"}
+    }
     assert "/secret/path" in caplog.text
 
 
 def test_an_aborted_request_ends_with_an_error(default_tokenizer):
     server = context(default_tokenizer, text_ids(default_tokenizer, "Some text"))
     server.engine.ending = ("abort", None)
+    checks, check = [], server.engine.check
+    server.engine.check = lambda request: (checks.append(request), check(request))
     assert call(chat_completions, server, BODY | {"stream": True})[-1]["error"]["code"] == "request_aborted"
+    assert len(checks) == 2  # before it ran: a check that fails counts as a request turned away
 
 
 def test_a_request_that_a_shutdown_cuts_off_says_so(default_tokenizer):
@@ -413,7 +417,7 @@ def test_a_request_that_a_shutdown_cuts_off_says_so(default_tokenizer):
         task = asyncio.create_task(reply(chat_completions, server, BODY | {"stream": True}))
         while not server.engine.given:
             await asyncio.sleep(0.005)
-        server.engine.refusal, server.engine.ending = stopped_engine(), ("abort", None)
+        server.engine.is_ready, server.engine.ending = False, ("abort", None)
         return await task
 
     assert asyncio.run(shut_down())[-1]["error"]["type"] == "service_unavailable"
@@ -510,6 +514,31 @@ def test_threads_prepare_requests_not_the_event_loop(default_tokenizer):
 
     call(chat_completions, context(Noticing(), [1]), BODY)
     assert seen and all(thread is not threading.main_thread() for thread in seen)
+
+
+@pytest.mark.parametrize("route", [chat_completions, completions])
+def test_grammars_that_take_long_hold_up_only_requests_with_grammars(default_tokenizer, route):
+    go = threading.Event()
+
+    class SlowGrammars:
+        def compile(self, spec, field):
+            go.wait(30)
+            raise RuntimeError("never used")
+
+    server = context(default_tokenizer, [1], grammars=SlowGrammars())
+    body = BODY if route is chat_completions else {"prompt": "Hi"}
+
+    async def run():
+        slow = body | {"structured_outputs": {"regex": "a+"}}
+        tasks = [asyncio.create_task(reply(route, server, slow)) for _ in range(8)]
+        await asyncio.sleep(0.1)
+        try:
+            return await asyncio.wait_for(reply(route, server, body), 10)
+        finally:
+            go.set()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert asyncio.run(run())["usage"]["completion_tokens"] == 1
 
 
 # ---- constraints -------------------------------------------------------------------------------------------

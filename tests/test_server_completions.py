@@ -236,6 +236,19 @@ def test_a_million_ids_become_one_array_quickly():
     assert seconds < time.perf_counter() - started, "slower than the standard library without any check"
 
 
+@pytest.mark.parametrize("text", [b"[ ]", b"[\n]", b"[[1], [ ]]"])
+def test_an_empty_list_of_ids_is_empty_however_it_is_written(default_tokenizer, text):
+    with pytest.raises(ApiError) as caught:
+        call(completions, context(default_tokenizer, [1]), b'{"prompt": ' + text + b"}")
+    assert caught.value.status == 400 and "is empty" in caught.value.message
+
+
+def test_blanks_around_ids_mean_nothing(default_tokenizer):
+    server = context(default_tokenizer, [1])
+    call(completions, server, b'{"prompt": [ 5,\n\t6 ]}')
+    assert server.engine.requests[0].prompt.tolist() == [5, 6]
+
+
 @pytest.mark.parametrize("bad", [129280, -1, 2**31, 2**63, 10**30])
 def test_the_index_of_a_bad_id_is_named(bad):
     text = decode_object(b'{"prompt": [' + b"1," * 70_000 + str(bad).encode() + b"]}", undecoded=("prompt",))["prompt"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from json_changes import changed
 from named_events import call
-from server_api import context, text_ids
+from server_api import break_after_first_chunk, context, text_ids
 from test_server_chat import BODY, EOS, calls_markup
 from test_server_chat import TOOLS as CHAT_TOOLS
 
@@ -455,10 +455,9 @@ def test_a_failure_in_a_stream_ends_it_with_an_error(default_tokenizer):
 
 
 def test_a_fault_of_the_server_in_a_stream_shows_nothing_of_it(default_tokenizer, caplog):
-    def script(request, index):
-        raise RuntimeError("/secret/path")
-
-    (event,) = call(messages, context(default_tokenizer, script), REQUEST | {"stream": True})
+    server = context(default_tokenizer, text_ids(default_tokenizer, "Some text"))
+    break_after_first_chunk(server.engine, "/secret/path")
+    *_, event = call(messages, server, REQUEST | {"stream": True})
     assert event["error"]["message"] == "internal error" and "/secret/path" in caplog.text
 
 

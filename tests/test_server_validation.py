@@ -6,11 +6,12 @@ import pytest
 from server_api import call, context, stopped_engine
 
 from dsv4jax.engine.request import QueueFull
-from dsv4jax.server.body import MOST_PROBLEMS
+from dsv4jax.server.body import MAX_DEPTH, MOST_PROBLEMS
 from dsv4jax.server.chat_completions import chat_completions
 from dsv4jax.server.completions import completions
 from dsv4jax.server.errors import ApiError
-from dsv4jax.server.prompts import MAX_PROMPTS
+from dsv4jax.server.prompts import MAX_CHOICES
+from dsv4jax.server.responses import responses
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -50,6 +51,8 @@ BAD_IN_BOTH = [
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": 5}, "stop"),
     ({"stop": ["a", 5]}, "stop[1]"),
+    ({"stop": "a" * 1025}, "stop"),
+    ({"stop": ["a", "a" * 1025]}, "stop[1]"),
     ({"stop_token_ids": [10**9]}, "stop_token_ids[0]"),
     ({"stop_token_ids": [3, -1]}, "stop_token_ids[1]"),
     ({"stop_token_ids": ["3"]}, "stop_token_ids[0]"),
@@ -67,6 +70,8 @@ BAD_IN_BOTH = [
     ({"logit_bias": []}, "logit_bias"),
     ({"bad_words": [""]}, "bad_words[0]"),
     ({"bad_words": "a"}, "bad_words"),
+    ({"bad_words": ["a"] * 129}, "bad_words"),
+    ({"bad_words": ["a", "a" * 1025]}, "bad_words[1]"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"allowed_token_ids": [10**9]}, "allowed_token_ids[0]"),
     ({"allowed_token_ids": [True]}, "allowed_token_ids[0]"),
@@ -234,7 +239,26 @@ def test_what_a_completion_cannot_do_is_refused_and_in_chat_makes_no_difference(
 
 
 def test_too_many_prompts_are_refused(default_tokenizer):
-    assert refused(completions, context(default_tokenizer), {"prompt": ["a"] * (MAX_PROMPTS + 1)}).param == "prompt"
+    for count, n in ((MAX_CHOICES + 1, 1), (MAX_CHOICES // 128 + 1, 128)):  # choices take memory before any runs
+        body = {"prompt": ["a"] * count, "n": n}
+        assert refused(completions, context(default_tokenizer), body).param == "prompt"
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, 600, *range(940, 1001, 2), 100_000])
+@pytest.mark.parametrize(
+    ("route", "text"),
+    [
+        (chat_completions, '"messages": [{"role": "user", "content": "Hi"}], "tool_choice": %s'),
+        (chat_completions, '"messages": [{"role": "user", "content": "Hi"}], "structured_outputs": {"json": %s}'),
+        (responses, '"input": "Hi", "user": %s'),
+        (responses, '"input": "Hi", "metadata": {"a": %s}'),
+    ],
+)
+def test_a_body_nested_too_deeply_is_refused(default_tokenizer, route, text, depth):
+    for nested in ('{"a": ' * depth + "1" + "}" * depth, "[" * depth + "]" * depth):
+        with pytest.raises(ApiError) as caught:
+            call(route, context(default_tokenizer, [1]), b"{" + (text % nested).encode() + b"}")
+        assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
 def test_fields_that_vllm_removed_are_named_in_the_log(default_tokenizer, caplog):

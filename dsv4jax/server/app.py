@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import importlib.resources
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -162,14 +163,17 @@ def _work_endpoint(
         record = request.state.record
         try:
             body = await read_json_body(request, config) if request.method == "POST" else b""
+            deadline = math.inf if config.request_timeout is None else record.started + config.request_timeout
             work = handler(context, body, record)
-            reply = await supervise(work, request.receive, lifecycle, config.request_timeout)
+            reply = await supervise(work, request.receive, lifecycle, deadline)
+            if isinstance(reply, bytes):
+                return Response(reply, media_type="application/json")
+            # What fails before the first event, such as an admission that others were faster with, has its own status.
+            first = await supervise(anext(reply), request.receive, lifecycle, deadline)
         except ClientGone:
             request.state.client_gone = True
             return Response(status_code=CLIENT_GONE)
-        if isinstance(reply, bytes):
-            return Response(reply, media_type="application/json")
-        return EventStream(reply, lifecycle, config.request_timeout, record)
+        return EventStream(first, reply, lifecycle, deadline, record)
 
     endpoint.__doc__ = handler.__doc__
     return endpoint

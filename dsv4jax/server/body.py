@@ -12,6 +12,7 @@ from jaxtyping import Int32
 from dsv4jax.server.errors import ApiError, invalid_json, invalid_value, missing_field
 
 MOST_PROBLEMS = 10
+MAX_DEPTH = 256  # Python's own limit depends on where a value is encoded again
 _MOST_SHOWN = 200
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
@@ -24,14 +25,17 @@ def decode_object(body: bytes, *, undecoded: Sequence[str] = ()) -> dict[str, An
     The fields named in `undecoded` stay JSON text (`msgspec.Raw`).
 
     Raises:
-      ApiError: the body is not a JSON object.
+      ApiError: the body is not a JSON object, or a decoded field is nested deeper than `MAX_DEPTH` levels.
     """
     fields = _decoded(_OBJECT, body)
-    return {
+    values = {
         name: value if name in undecoded else _decoded(_VALUE, value)
         for name, value in fields.items()
         if memoryview(value) != b"null"
     }
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:  # otherwise it cannot be that deep
+        _check_depth(values)
+    return values
 
 
 def is_list(text: msgspec.Raw) -> bool:
@@ -62,7 +66,7 @@ def decode_token_ids(text: msgspec.Raw, param: str, vocab_size: int) -> Int32[np
     Raises:
       ApiError: an element is no integer in [0, vocab_size); names its index.
     """
-    data = bytes(memoryview(text)[1:-1])
+    data = bytes(memoryview(text)[1:-1]).strip()
     codes = np.frombuffer(data, np.uint8)
     # `text` is valid JSON: without these characters and any after "9", only natural numbers and commas are left.
     if codes.size and codes.max() <= ord("9") and not any(c in data for c in (b"-", b".", b'"')):
@@ -159,8 +163,8 @@ class Fields:
         value = self._typed(name, None, lambda value: isinstance(value, dict), "an object")
         return None if value is None else {key: item for key, item in value.items() if item is not None}
 
-    def strings(self, name: str, *, most: int | None = None) -> tuple[str, ...]:
-        """A list of non-empty strings."""
+    def strings(self, name: str, *, most: int | None = None, longest: int | None = None) -> tuple[str, ...]:
+        """A list of non-empty strings of at most `longest` characters."""
         values = self.values.get(name, [])
         if not isinstance(values, list) or (most is not None and len(values) > most):
             self.wrong(name, values, "a list of strings" if most is None else f"a list of at most {most} strings")
@@ -168,6 +172,10 @@ class Fields:
         wrong = next((i for i, value in enumerate(values) if not (isinstance(value, str) and value)), None)
         if wrong is not None:
             self.wrong(f"{name}[{wrong}]", values[wrong], "a string that is not empty")
+            return ()
+        long = next((i for i, value in enumerate(values) if longest is not None and len(value) > longest), None)
+        if long is not None:
+            self.wrong(f"{name}[{long}]", values[long], f"a string of at most {longest} characters")
             return ()
         return tuple(values)
 
@@ -190,6 +198,21 @@ class Fields:
             self.wrong(name, value, allowed)
             return default
         return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for item in level
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return
+    raise invalid_json(f"the body is nested deeper than {MAX_DEPTH} levels")
 
 
 def _is(path: str, value: Any, allowed: str) -> str:

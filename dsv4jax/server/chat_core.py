@@ -19,7 +19,7 @@ from dsv4jax.chat import (
 )
 from dsv4jax.chat.encode import ASSISTANT, TASK_TOKENS
 from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, TokenChunk
-from dsv4jax.server.constraints import chat_mask, is_unconstrained_json
+from dsv4jax.server.constraints import chat_mask, is_unconstrained_json, mask_threads
 from dsv4jax.server.context import AccessRecord, ServerContext
 from dsv4jax.server.errors import invalid_value, unsupported
 from dsv4jax.server.generation import (
@@ -106,7 +106,9 @@ async def prepare_chat(
     Raises:
       ApiError: the request is refused.
     """
-    turn = await in_threads(context, lambda: _prepare(context, read(), response_id, record))
+    fields = await in_threads(context, read)
+    threads = mask_threads(context, fields)
+    turn = await in_threads(context, _prepare, context, fields, response_id, record, threads=threads)
     check_admission(context, [turn.request])
     return turn
 

@@ -13,7 +13,7 @@ import msgspec
 from dsv4jax.chat import CompletionText
 from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, TokenChunk
 from dsv4jax.server.body import decode_object
-from dsv4jax.server.constraints import completion_mask
+from dsv4jax.server.constraints import completion_mask, mask_threads
 from dsv4jax.server.context import AccessRecord, ServerContext
 from dsv4jax.server.generation import (
     TokenQueue,
@@ -41,7 +41,8 @@ async def completions(context: ServerContext, body: bytes, record: AccessRecord)
     Raises:
       ApiError: the request is refused, or (without a stream) fails.
     """
-    run = await in_threads(context, _prepare, context, body, record)
+    fields = await in_threads(context, _read, context, body, record)
+    run = await in_threads(context, _prepare, context, fields, record, threads=mask_threads(context, fields))
     check_admission(context, run.requests)
     if run.fields.stream:
         return server_sent_events(_stream(context, run))
@@ -68,8 +69,11 @@ class _Run:
     choices: "list[_Choice]"
 
 
-def _prepare(context: ServerContext, body: bytes, record: AccessRecord) -> _Run:
-    fields = read_completion(context, decode_object(body, undecoded=("prompt",)), record)
+def _read(context: ServerContext, body: bytes, record: AccessRecord) -> CompletionFields:
+    return read_completion(context, decode_object(body, undecoded=("prompt",)), record)
+
+
+def _prepare(context: ServerContext, fields: CompletionFields, record: AccessRecord) -> _Run:
     prompts = completion_prompts(context, fields)
     response_id = f"cmpl-{uuid.uuid4().hex}"
     echoed_logprobs = fields.sampling.top_logprobs if fields.echo else -1
@@ -94,7 +98,7 @@ def _prepare(context: ServerContext, body: bytes, record: AccessRecord) -> _Run:
 
 
 def _render(context: ServerContext, body: bytes, record: AccessRecord) -> bytes:
-    fields = read_completion(context, decode_object(body, undecoded=("prompt",)), record)
+    fields = _read(context, body, record)
     prompts = completion_prompts(context, fields)
     record.prompt_tokens = sum(prompt.size for prompt in prompts)
     rendered = [

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 from dsv4jax.chat.encode import ReplyStart
@@ -37,6 +38,12 @@ def chat_mask(
 def completion_mask(context: ServerContext, fields: GenerationFields) -> Callable[[], TokenMask] | None:
     """The mask of a raw completion; raises as `chat_mask`."""
     return _mask(context, fields, _format_grammar(context, fields))
+
+
+def mask_threads(context: ServerContext, fields: GenerationFields) -> Executor:
+    """Where to make the mask: a grammar that takes long to compile holds up only requests with one, too."""
+    tools = fields.template.tools if isinstance(fields, ChatFields) else None
+    return context.grammar_threads if fields.response_format or fields.structured_outputs or tools else context.threads
 
 
 def is_unconstrained_json(context: ServerContext, fields: ChatFields, tools: Tools) -> bool:

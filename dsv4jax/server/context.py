@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from dsv4jax.chat.request import DEFAULT_EFFORT
@@ -25,7 +25,7 @@ class Engine(Protocol):
       max_model_len: most tokens of prompt and output together.
       vocab_size: number of ids of the model; ids that the tokenizer lacks are never generated.
       is_alive: the engine's loop answered recently.
-      is_ready: everything is compiled and a first token was produced.
+      is_ready: everything is compiled, a first token was produced, and new requests are taken.
     """
 
     max_model_len: int
@@ -88,12 +88,13 @@ class ServerContext:
     Args:
       grammars: None if no grammar backend is installed: constrained decoding is refused then.
       model_names: names the model is served under; the first is the default.
-      threads: for parsing, tokenising and grammar compilation.
+      threads: for parsing and tokenising.
       created: Unix seconds, of the model.
       default_thinking: whether a chat request that says nothing about it thinks.
       default_effort: effort of a chat request that gives none, 1 to 100.
       default_max_tokens: output limit of a chat request that gives none; None is what the context leaves.
       ping_seconds: a stream that had nothing to send for so long sends a comment.
+      grammar_threads: for requests with a grammar, whose compilation may block for seconds.
     """
 
     engine: Engine
@@ -107,6 +108,9 @@ class ServerContext:
     default_effort: int = DEFAULT_EFFORT
     default_max_tokens: int | None = None
     ping_seconds: float = 15.0
+    grammar_threads: Executor = dataclasses.field(
+        default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="grammars")
+    )
     running: RunningRequests = dataclasses.field(default_factory=RunningRequests)
 
     @functools.cached_property

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,11 @@ Prompt = Int32[np.ndarray, " tokens"]
 _MOST_WAITING = 16  # chunks; what a slow client leaves beyond that, the engine puts together
 
 
-async def in_threads(context: ServerContext, function: Callable[..., Any], *args: Any) -> Any:
+async def in_threads(
+    context: ServerContext, function: Callable[..., Any], *args: Any, threads: Executor | None = None
+) -> Any:
     """Runs `function` outside the event loop: bodies may hold a million tokens."""
-    return await asyncio.get_running_loop().run_in_executor(context.threads, function, *args)
+    return await asyncio.get_running_loop().run_in_executor(threads or context.threads, function, *args)
 
 
 def build_request(
@@ -165,7 +168,7 @@ async def merged_chunks(
                     if not waiting:
                         room.set()
                     if chunk.finish_reason in ("error", "abort"):
-                        raise _failure(context, requests[number], chunk)
+                        raise _failure(context, chunk)
                     yield number, chunk
                     idle_since = loop.time()
                 if failure is not None:
@@ -268,13 +271,9 @@ def _truncated(fields: GenerationFields, prompt: Prompt, limit: int) -> Prompt:
     return prompt[max(prompt.size - keep, 0) :]
 
 
-def _failure(context: ServerContext, request: GenerationRequest, chunk: TokenChunk) -> Exception:
+def _failure(context: ServerContext, chunk: TokenChunk) -> Exception:
     if chunk.finish_reason == "error":
         return internal_error(chunk.error or "generation failed")
-    try:
-        context.engine.check(request)  # an engine that takes no more requests has aborted this one itself
-    except EngineStopped as error:
-        return from_engine(error)
-    except (RequestTooLarge, QueueFull):
-        pass
+    if not context.engine.is_ready:  # it takes no more requests, and has aborted this one itself
+        return from_engine(EngineStopped("the server is shutting down"))
     return request_aborted()

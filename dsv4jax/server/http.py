@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import math
 import re
 import time
 import urllib.parse
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from typing import Any
 
 from starlette.requests import Request
@@ -213,29 +212,25 @@ async def read_json_body(request: Request, config: ServerConfig) -> bytes:
         ) from None
 
 
-async def supervise(
-    work: Coroutine[Any, Any, Any], receive: Receive, lifecycle: Lifecycle, seconds: float | None
-) -> Any:
+async def supervise(work: Awaitable[Any], receive: Receive, lifecycle: Lifecycle, deadline: float) -> Any:
     """Runs `work` to its end and returns what it returns; cancels it when there is no use in waiting any longer.
 
     Raises:
       ClientGone: the client closed the connection.
-      ApiError: 503 when the server ends or the engine does not answer any more, 504 after `seconds`.
+      ApiError: 503 when the server ends or the engine does not answer any more, 504 at `deadline` of the monotonic
+        clock.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     cut_off = asyncio.ensure_future(lifecycle.cut_off.wait())
     tasks = (task, gone, cut_off)
-    deadline = math.inf if seconds is None else time.monotonic() + seconds
     try:
         done: set[asyncio.Future] = set()
         while not done:
             limit = min(_LOOK_AT_ENGINE_SECONDS, max(0.0, deadline - time.monotonic()))
             done, _ = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if not done and time.monotonic() >= deadline:
-                raise ApiError(
-                    504, f"the request took more than {seconds:g} seconds", type="timeout_error", code="request_timeout"
-                )
+                raise ApiError(504, "the request took too long", type="timeout_error", code="request_timeout")
             if not done and not lifecycle.engine.is_alive:
                 raise unavailable("the engine does not answer", "engine_dead")
     finally:
@@ -255,7 +250,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends server-sent events as the client reads them.
+    """Sends server-sent events, the `first` and then the others, as the client reads them.
 
     The next event is asked for when the one before was accepted by the connection, whose buffer is bounded: of a slow
     reader's request the engine gathers the tokens in one chunk. However the stream ends, `events` is closed, which
@@ -263,20 +258,26 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], lifecycle: Lifecycle, seconds: float | None, record: AccessRecord
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        lifecycle: Lifecycle,
+        deadline: float,
+        record: AccessRecord,
     ):
         super().__init__(headers=_SSE_HEADERS)
         del self.headers["content-length"]
+        self._first = first
         self._events = events
         self._lifecycle = lifecycle
-        self._seconds = seconds
+        self._deadline = deadline
         self._record = record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
-                await supervise(self._pump(send), receive, self._lifecycle, self._seconds)
+                await supervise(self._pump(send), receive, self._lifecycle, self._deadline)
             except ClientGone:
                 scope["state"]["client_gone"] = True
                 return
@@ -290,6 +291,7 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _pump(self, send: Send) -> None:
+        await _send_part(send, self._first)
         async for event in self._events:
             await _send_part(send, event)
 

@@ -12,7 +12,7 @@ from dsv4jax.server.generation import Prompt
 from dsv4jax.server.protocol import CompletionFields
 from dsv4jax.tokenizer import Tokenizer
 
-MAX_PROMPTS = 4096
+MAX_CHOICES = 4096  # of all prompts together
 _SEVERAL = re.compile(rb'\[\s*["\[]')
 FIM_BEGIN, FIM_HOLE, FIM_END = "<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"
 
@@ -30,8 +30,12 @@ def completion_prompts(context: ServerContext, fields: CompletionFields) -> list
     """
     if _SEVERAL.match(memoryview(fields.prompt)):  # not decoded first: a list of a million ids is no such list
         items = decode_list(fields.prompt)
-        if len(items) > MAX_PROMPTS:
-            raise invalid_value("prompt", f"prompt is a list of {len(items)} prompts: allowed are {MAX_PROMPTS}")
+        if len(items) * fields.n > MAX_CHOICES:
+            raise invalid_value(
+                "prompt",
+                f"prompt is a list of {len(items)} prompts with n = {fields.n} choices each: allowed are {MAX_CHOICES} "
+                "choices together",
+            )
         return [_prompt(context, fields, item, f"prompt[{i}]") for i, item in enumerate(items)]
     return [_prompt(context, fields, fields.prompt, "prompt")]
 

@@ -19,6 +19,9 @@ logger = logging.getLogger("dsv4jax.server")
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+# Both are looked for at every token.
+MAX_BAD_WORDS = 128
+MAX_STRING_CHARACTERS = 1024
 _COMPLETION_TOKENS = 16
 _INT64 = (-(2**63), 2**63 - 1)
 _INT32_MAX = 2**31 - 1
@@ -252,7 +255,7 @@ def _read_common(context: ServerContext, fields: Fields, top_logprobs: int, max_
         "include_stop_str": fields.boolean("include_stop_str_in_output", False),
         "ignore_eos": fields.boolean("ignore_eos", False),
         "min_tokens": min_tokens,
-        "bad_words": fields.strings("bad_words"),
+        "bad_words": fields.strings("bad_words", most=MAX_BAD_WORDS, longest=MAX_STRING_CHARACTERS),
         "allowed_token_ids": allowed or None,
         "prompt_logprobs": prompt_logprobs,
         "stream": stream,
@@ -285,9 +288,9 @@ def _read_logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
 def _read_stop(fields: Fields) -> tuple[str, ...]:
     stop = fields.values.get("stop")
     if not isinstance(stop, str):
-        return fields.strings("stop", most=MAX_STOP_STRINGS)
-    if not stop:
-        fields.wrong("stop", stop, "a string that is not empty, or a list of such")
+        return fields.strings("stop", most=MAX_STOP_STRINGS, longest=MAX_STRING_CHARACTERS)
+    if not 1 <= len(stop) <= MAX_STRING_CHARACTERS:
+        fields.wrong("stop", stop, f"a string of 1 to {MAX_STRING_CHARACTERS} characters, or a list of such")
     return (stop,)
 
 

@@ -92,16 +92,26 @@ class ReplyBlocks:
 async def named_events(
     payloads: AsyncGenerator[tuple[str, bytes] | None, None], path: str
 ) -> AsyncGenerator[bytes, None]:
-    """Frames pairs of event name and JSON text, and None as a comment; an error ends the stream as `path` has it."""
+    """Frames pairs of event name and JSON text, and None as a comment; an error ends the stream as `path` has it.
+
+    Raises:
+      ApiError: nothing was sent yet, so that the answer can still have a status of its own.
+    """
+    begun = False
     try:
         async with contextlib.aclosing(payloads):
             async for payload in payloads:
+                begun = True
                 if payload is None:
                     yield PING
                 else:
                     yield b"event: " + payload[0].encode() + b"\ndata: " + payload[1] + b"\n\n"
     except ApiError as error:
+        if not begun:
+            raise
         yield error_event(error, path)
     except Exception:
+        if not begun:
+            raise
         logger.exception("a stream failed")
         yield error_event(internal_error(), path)
