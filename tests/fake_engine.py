@@ -46,7 +46,7 @@ class FakeEngine:
         self._token = token
         self._aborted: set[str] = set()
 
-    def check(self, request: GenerationRequest) -> None:
+    def check(self, *requests: GenerationRequest) -> None:
         if self.drained:
             raise EngineStopped("the engine has ended")
         if self.failure is not None:

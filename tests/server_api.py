@@ -42,10 +42,10 @@ class ScriptedEngine:
         self.given = 0  # tokens
         self.open = 0  # running iterators
 
-    def check(self, request):
+    def check(self, *requests):
         if self.refusal is not None:
             raise self.refusal
-        if request.prompt.size + request.max_tokens > self.max_model_len:
+        if any(r.prompt.size + r.max_tokens > self.max_model_len for r in requests):
             raise RequestTooLarge("too large")
 
     def stop(self, request_id, index):

@@ -42,10 +42,10 @@ class TalkingEngine(ScriptedEngine):
         self._tokenizer = tokenizer
         self.refusals: list[Exception] = []  # of the next requests, one each
 
-    def check(self, request):
+    def check(self, *requests):
         if self.refusals:
             raise self.refusals.pop(0)
-        super().check(request)
+        super().check(*requests)
 
     def stats(self):
         return engine_stats(running=self.open)

@@ -56,7 +56,7 @@ class Served:
 
     def empty(self):
         api, stats = self.api, self.api.stats()
-        tables = (api._streams, api._stream_of, api._pending, api._commands)
+        tables = (api._streams, api._stream_of, api._announced_choices, api._announced_tokens, api._commands)
         return not any(tables) and stats.running == stats.waiting == stats.used_pages == 0
 
 
@@ -300,7 +300,7 @@ def test_no_reader_hangs_when_the_engine_dies():
             served.api.check(endless())
         with pytest.raises(EngineStopped):
             await anext(served.api.generate(endless("late")))
-        assert not served.api._streams and not served.api._pending
+        assert not served.api._streams and not served.api._announced_choices
 
     run(test, LARGE, check_empty=False)
 
@@ -403,11 +403,15 @@ def test_a_long_prompt_is_prepared_beside_the_event_loop():
         made = request(np.random.default_rng(0).integers(2, VOCAB, 17_000), 3)
         task = asyncio.create_task(read(served, made))
         await asyncio.sleep(0)
-        assert served.api._pending == [made]
+        assert (served.api._announced_choices, served.api._announced_tokens) == (1, 17_000)
         with pytest.raises(ValueError, match="in use"):
             await anext(served.api.generate(made))
         tokens, _, _ = await task
         assert tokens[0] == rollout(made, 0)
+        aborted = asyncio.create_task(read(served, made))
+        await asyncio.sleep(0)
+        assert served.api.abort(["r"]) == 1
+        assert (await aborted)[:2] == ({0: []}, {0: "abort"})
         cancelled = asyncio.create_task(read(served, made))
         await asyncio.sleep(0)
         cancelled.cancel()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.plan import RankResult, Sampled, StepResult
 from dsv4jax.engine.replay import ReplayRule
-from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, QueueFull, RequestTooLarge
+from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, QueueFull, RequestTooLarge, TooManyChoices
 from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
 from dsv4jax.engine.token_mask import MaskError
 from dsv4jax.sampling_settings import RequestSampling
@@ -208,6 +208,16 @@ def test_the_queue_is_bounded_in_requests_and_tokens():
     engine.submit(request(np.arange(2, 50), 4))  # an empty queue takes whatever fits the engine
     drain(engine)
     assert_empty(engine)
+
+
+def test_requests_of_one_body_are_judged_together():
+    scheduler = Scheduler(dataclasses.replace(SMALL, max_waiting=3))
+    scheduler.check(*[request([2], 4)] * 3)
+    scheduler.check(request([2], 4, n=3))
+    with pytest.raises(TooManyChoices, match="4 choices are asked for at once, this engine lets 3 wait"):
+        scheduler.check(*[request([2], 4, n=2)] * 2)
+    with pytest.raises(QueueFull, match="1 of at most 3 requests are waiting"):
+        scheduler.check(*[request([2], 4)] * 3, announced_choices=1)
 
 
 def test_only_as_many_as_needed_are_preempted_and_all_finish():

@@ -35,8 +35,9 @@ class _Stream:
     loses nothing and holds nobody up: the tokens wait in their choice and come as one chunk.
     """
 
-    def __init__(self, sequences: list[Sequence], loop: asyncio.AbstractEventLoop):
-        self.open = {s.index: s for s in sequences}
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.open: dict[int, Sequence] = {}  # empty until the choices are prepared
+        self.submitted = self.aborted = False
         self.seen: dict[int, tuple[int, FinishReason | None]] = {}
         self.loop = loop
         self.news = asyncio.Event()
@@ -77,7 +78,7 @@ class AsyncEngine:
         self._health_timeout, self._compilations = health_timeout, compilations
         self._lock = threading.Condition()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
-        self._pending: list[GenerationRequest] = []  # given to `generate`, not yet in the scheduler
+        self._announced_choices = self._announced_tokens = 0  # of requests not yet in the scheduler
         self._streams: dict[str, _Stream] = {}
         self._stream_of: dict[Sequence, _Stream] = {}  # the engine thread's
         self._heartbeat = time.monotonic()
@@ -116,15 +117,15 @@ class AsyncEngine:
             raise EngineStopped(f"no token could be produced: the first request ended with {reason!r}")
         self._ready = True
 
-    def check(self, request: GenerationRequest) -> None:
-        """Whether `generate` would take the request now.
+    def check(self, *requests: GenerationRequest) -> None:
+        """Whether `generate` would take the requests now, all of them.
 
         Raises:
           RequestTooLarge, QueueFull, EngineStopped: it would not.
         """
         try:
             with self._lock:
-                self._check(request)
+                self._check(requests)
         except RequestTooLarge:
             self._observer.rejected("too_large")
             raise
@@ -143,29 +144,33 @@ class AsyncEngine:
           ValueError: the request id is in use.
         """
         self.check(request)
-        if request.request_id in self._streams or any(p.request_id == request.request_id for p in self._pending):
+        if request.request_id in self._streams:
             raise ValueError(f"request_id {request.request_id!r} is in use")
         loop = asyncio.get_running_loop()
+        stream = self._streams[request.request_id] = _Stream(loop)
         with self._lock:
-            self._pending.append(request)
-        stream = None
+            self._announce(request, 1)
         try:
             if len(request.prompt) < _LONG_PROMPT:
                 sequences = self._engine.scheduler.prepare(request)
             else:
                 sequences = await loop.run_in_executor(None, self._engine.scheduler.prepare, request)
-            stream = self._streams[request.request_id] = _Stream(sequences, loop)
-            self._command(lambda: self._submit(request, sequences, stream))
+            if stream.aborted:
+                for index in range(request.n):
+                    yield TokenChunk(index=index, finish_reason="abort")
+                return
+            stream.open = {s.index: s for s in sequences}
+            stream.submitted = True
+            self._command(lambda: self._submit(sequences, stream))
             async for chunk in self._chunks(stream):
                 yield chunk
         finally:
-            if stream is None:
+            stream.close()
+            del self._streams[request.request_id]
+            self._finish(stream, stream.open.values(), "abort")
+            if not stream.submitted:
                 with self._lock:
-                    self._pending.remove(request)
-            else:
-                stream.close()
-                del self._streams[request.request_id]
-                self._finish(stream, stream.open.values(), "abort")
+                    self._announce(request, -1)
 
     def stop(self, request_id: str, index: int) -> None:
         """Ends a choice as complete: its reader saw all it wanted. No chunk follows for it."""
@@ -178,6 +183,7 @@ class AsyncEngine:
         """Ends requests; their readers get finish_reason "abort". Returns how many were there."""
         found = [self._streams[i] for i in request_ids if i in self._streams]
         for stream in found:
+            stream.aborted = True
             self._finish(stream, stream.open.values(), "abort")
         return len(found)
 
@@ -199,7 +205,7 @@ class AsyncEngine:
         end = time.monotonic() + 5
         while self._streams and time.monotonic() < end and self.is_alive:
             await asyncio.sleep(0.01)
-        self.shutdown()
+        await asyncio.to_thread(self.shutdown)
 
     def shutdown(self) -> None:
         """Stops the thread after the step it is in; readers that still wait get EngineStopped."""
@@ -234,12 +240,18 @@ class AsyncEngine:
             self._commands.append(command)
             self._lock.notify()
 
-    def _check(self, request: GenerationRequest) -> None:
+    def _announce(self, request: GenerationRequest, sign: int) -> None:
+        self._announced_choices += sign * request.n
+        self._announced_tokens += sign * len(request.prompt)
+
+    def _check(self, requests: ListOf[GenerationRequest]) -> None:
         if self._draining or self._stopping:
             raise EngineStopped("the server is shutting down")
         if not self.is_alive:
             raise EngineStopped("the engine does not answer")
-        self._engine.scheduler.check(request, self._pending)
+        self._engine.scheduler.check(
+            *requests, announced_choices=self._announced_choices, announced_tokens=self._announced_tokens
+        )
 
     # From here on: the engine's thread.
 
@@ -267,11 +279,11 @@ class AsyncEngine:
         while self._commands:
             self._commands.popleft()()
 
-    def _submit(self, request: GenerationRequest, sequences: list[Sequence], stream: _Stream) -> None:
+    def _submit(self, sequences: list[Sequence], stream: _Stream) -> None:
         for sequence in sequences:
             self._stream_of[sequence] = stream
         with self._lock:
-            self._pending.remove(request)
+            self._announce(sequences[0].request, -1)
             self._engine.scheduler.submit(sequences, self._engine.executor.now())
 
     def _end(self, sequences: list[Sequence], reason: FinishReason) -> None:

@@ -70,7 +70,7 @@ class EngineStats:
     cached_pages: int
     """Free pages that hold a reusable prefix."""
     prefix_queries: int
-    """Prompt tokens looked up in the prefix cache, each request once."""
+    """Prompt tokens looked up in the prefix cache, each choice once, however often it was preempted."""
     prefix_hits: int
     cached_tokens: int
     computed_tokens: int

@@ -94,6 +94,10 @@ class RequestTooLarge(ValueError):
     """The request can never fit this engine."""
 
 
+class TooManyChoices(RequestTooLarge):
+    """More choices at once than this engine lets wait."""
+
+
 class QueueFull(Exception):
     """Too many requests or tokens are waiting: try again in `retry_after` seconds."""
 

@@ -12,13 +12,12 @@ free and no page is held.
 import bisect
 import collections
 import dataclasses
-from collections.abc import Iterable
 
 from dsv4jax.engine.page_pool import PrefixHasher
 from dsv4jax.engine.plan import StepPlan, StepResult
 from dsv4jax.engine.rank import InFlight, Rank, Update
 from dsv4jax.engine.replay import ReplayRule
-from dsv4jax.engine.request import FinishReason, GenerationRequest, QueueFull, RequestTooLarge
+from dsv4jax.engine.request import FinishReason, GenerationRequest, QueueFull, RequestTooLarge, TooManyChoices
 from dsv4jax.engine.sequence import Sequence
 
 _SCAN = 64  # waiting requests looked at per step
@@ -93,6 +92,7 @@ class Scheduler:
     def __init__(self, cfg: SchedulerConfig):
         self.cfg = cfg
         self.waiting: list[Sequence] = []  # in the order of `_key`
+        self.waiting_tokens = 0  # of them
         self.following = 0  # choices that wait for their request's first choice
         self.ranks = [Rank(cfg, i) for i in range(cfg.ranks)]
         self.preemptions = 0
@@ -108,10 +108,6 @@ class Scheduler:
         return len(self.waiting) + self.following
 
     @property
-    def waiting_tokens(self) -> int:
-        return sum(s.length for s in self.waiting)
-
-    @property
     def num_running(self) -> int:
         return sum(rank.num_running for rank in self.ranks)
 
@@ -119,13 +115,28 @@ class Scheduler:
     def steps_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def check(self, request: GenerationRequest, announced: Iterable[GenerationRequest] = ()) -> None:
-        """Whether the request can be taken, besides others that are `announced` but not submitted yet.
+    def check(self, *requests: GenerationRequest, announced_choices: int = 0, announced_tokens: int = 0) -> None:
+        """Whether the requests can be taken together, besides others that are announced but not submitted yet.
 
         Raises:
-          RequestTooLarge: it could never run here.
+          RequestTooLarge: one of them could never run here, or together they have more choices than may wait.
           QueueFull: too much is waiting already.
         """
+        cfg = self.cfg
+        for request in requests:
+            self._check_size(request)
+        choices = sum(request.n for request in requests)
+        if choices > cfg.max_waiting:
+            raise TooManyChoices(f"{choices} choices are asked for at once, this engine lets {cfg.max_waiting} wait")
+        waiting = self.num_waiting + announced_choices
+        if waiting + choices > cfg.max_waiting:
+            raise QueueFull(f"{waiting} of at most {cfg.max_waiting} requests are waiting")
+        tokens = self.waiting_tokens + announced_tokens
+        prompts = sum(len(request.prompt) for request in requests)
+        if tokens and tokens + prompts > cfg.max_waiting_tokens:  # an empty queue takes any request that fits at all
+            raise QueueFull(f"{tokens} tokens are waiting: {prompts} more exceed the limit of {cfg.max_waiting_tokens}")
+
+    def _check_size(self, request: GenerationRequest) -> None:
         cfg = self.cfg
         prompt, total = len(request.prompt), len(request.prompt) + request.max_tokens
         if total > cfg.max_model_len:
@@ -138,12 +149,6 @@ class Scheduler:
                 f"prompt of {prompt} tokens and max_tokens = {request.max_tokens} need {pages} pages of"
                 f" {cfg.page_size} tokens, this engine has {cfg.pages}"
             )
-        waiting = self.num_waiting + sum(other.n for other in announced)
-        if waiting + request.n > cfg.max_waiting:
-            raise QueueFull(f"{waiting} of at most {cfg.max_waiting} requests are waiting")
-        tokens = self.waiting_tokens + sum(len(other.prompt) for other in announced)
-        if tokens and tokens + prompt > cfg.max_waiting_tokens:  # an empty queue takes any request that fits at all
-            raise QueueFull(f"{tokens} tokens are waiting: {prompt} more exceed the limit of {cfg.max_waiting_tokens}")
 
     def prepare(self, request: GenerationRequest) -> list[Sequence]:
         """The request's choices, to be given to `submit`; safe to call from any thread."""
@@ -189,7 +194,7 @@ class Scheduler:
         if sequence.slot >= 0:
             self.ranks[sequence.rank].remove(sequence)
         elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+            self._dequeue(sequence)
         else:
             sequence.leader.followers.remove(sequence)
             self.following -= 1
@@ -263,6 +268,7 @@ class Scheduler:
             rank.check_integrity()
         for sequence in self.waiting:
             assert sequence.slot < 0 and not sequence.pages, f"request {sequence.number} waits but holds pages"
+        assert self.waiting_tokens == sum(s.length for s in self.waiting), "the waiting tokens are counted wrongly"
         running = [sequence for rank in self.ranks for sequence in rank.sequences()]
         following = sum(len(sequence.followers) for sequence in (*self.waiting, *running))
         assert following == self.following, f"{following} choices wait for their first one, {self.following} counted"
@@ -281,7 +287,7 @@ class Scheduler:
                     break
                 continue
             rank, pages = max(fits, key=lambda fit: (len(fit[1]), -fit[0].load, -fit[0].number))
-            self.waiting.remove(sequence)
+            self._dequeue(sequence)
             rank.admit(sequence, pages, now)
             admitted += 1
             if sequence.preemptions == 0:
@@ -290,7 +296,7 @@ class Scheduler:
             for other in [o for o in self.waiting if o.number < sequence.number]:
                 other.overtaken += 1
                 if other.overtaken == self.cfg.max_overtakes:
-                    self.waiting.remove(other)
+                    self._dequeue(other)
                     self._enqueue(other)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -301,6 +307,11 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=self._key)
+        self.waiting_tokens += sequence.length
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.waiting_tokens -= sequence.length
 
     def _key(self, sequence: Sequence) -> tuple[bool, int, int]:
         return sequence.overtaken < self.cfg.max_overtakes, sequence.request.priority, sequence.number

@@ -37,8 +37,8 @@ class Engine(Protocol):
     @property
     def is_ready(self) -> bool: ...
 
-    def check(self, request: GenerationRequest) -> None:
-        """Raises RequestTooLarge, QueueFull or EngineStopped if `generate` would."""
+    def check(self, *requests: GenerationRequest) -> None:
+        """Raises RequestTooLarge, QueueFull or EngineStopped if `generate` would for all of them at once."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """Runs a request; closing the generator aborts it."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from dsv4jax.engine.request import EngineStopped, QueueFull, RequestTooLarge
+from dsv4jax.engine.request import EngineStopped, QueueFull, RequestTooLarge, TooManyChoices
 
 
 class ApiError(Exception):
@@ -115,4 +115,6 @@ def from_engine(error: RequestTooLarge | QueueFull | EngineStopped) -> ApiError:
         return queue_full(str(error), error.retry_after)
     if isinstance(error, EngineStopped):
         return unavailable(str(error), "engine_stopped")
+    if isinstance(error, TooManyChoices):
+        return invalid_value("n", str(error))
     return context_length_exceeded(None, str(error))

@@ -101,10 +101,9 @@ def build_request(
 
 
 def check_admission(context: ServerContext, requests: Sequence[GenerationRequest]) -> None:
-    """Raises ApiError if the engine takes one of the requests not."""
+    """Raises ApiError if the engine does not take the requests of one body together."""
     try:
-        for request in requests:
-            context.engine.check(request)
+        context.engine.check(*requests)
     except (RequestTooLarge, QueueFull, EngineStopped) as error:
         raise from_engine(error) from error
 
