@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 from absl import app, flags, logging
+from fastapi import FastAPI
 
 import dsv4jax
 from dsv4jax.cache import CacheConfig
@@ -31,11 +32,11 @@ from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
 from dsv4jax.numerics import FAST, REFERENCE
 from dsv4jax.quant import ceil_div
-from dsv4jax.server.app import create_app
+from dsv4jax.server.app import Profiler, create_app
 from dsv4jax.server.config import ServerConfig
 from dsv4jax.server.context import ServerContext
 from dsv4jax.server.metrics import PrometheusObserver
-from dsv4jax.server.run import serve
+from dsv4jax.server.run import listening, loading, serve
 from dsv4jax.tokenizer import Tokenizer
 
 _MODEL = flags.DEFINE_string("model", None, "Checkpoint directory. Default: the small embedded model (random weights).")
@@ -84,7 +85,10 @@ _CREDENTIALS = flags.DEFINE_bool("allow_credentials", False, "CORS.")
 _MAX_BODY = flags.DEFINE_integer("max_body_bytes", 64 << 20, "Largest request body.", 1)
 _REQUEST_TIMEOUT = flags.DEFINE_float("request_timeout", None, "Seconds a request may take.")
 _SHUTDOWN_TIMEOUT = flags.DEFINE_float("shutdown_timeout", 30.0, "Seconds for running requests after SIGTERM.", 0.0)
-_DEV = flags.DEFINE_bool("dev", False, "Serve /reset_prefix_cache.")
+_DEV = flags.DEFINE_bool(
+    "dev", False, "Serve /reset_prefix_cache, and with --profile_dir /start_profile, /stop_profile."
+)
+_PROFILE_DIR = flags.DEFINE_string("profile_dir", None, "Where --dev's profiles of the device go.")
 _THINKING = flags.DEFINE_enum("default_thinking", "on", ["on", "off"], "For requests that do not say.")
 _EFFORT = flags.DEFINE_integer("default_effort", 75, "Reasoning effort of requests that give none.", 1, 100)
 _DEFAULT_MAX_TOKENS = flags.DEFINE_integer("default_max_tokens", None, "Chat output limit of requests without one.", 1)
@@ -126,8 +130,12 @@ def _engine(model: Path, cfg: ModelConfig, tokenizer: Tokenizer, name: str) -> t
     if pages is None:
         one = CacheConfig(slots=_SLOTS.value, pages=1, page_size=_PAGE_SIZE.value)
         spare = 4 << 30 if jax.default_backend() != "cpu" else 1 << 30
-        pages = max(1, min(2 * full, pages_that_fit(cfg, one, numerics, spare, **options) or full))
+        # At least one request of full length: if that does not fit, the plan says so.
+        one_request = ceil_div(length, _PAGE_SIZE.value)
+        pages = max(one_request, min(2 * full, pages_that_fit(cfg, one, numerics, spare, **options) or full))
     cache_cfg = CacheConfig(slots=_SLOTS.value, pages=pages, page_size=_PAGE_SIZE.value)
+    if pages * _PAGE_SIZE.value < length and _PAGES.value is not None:
+        raise ValueError(f"--pages={pages}: {pages * _PAGE_SIZE.value} tokens are fewer than --max_model_len={length}")
     memory_plan(cfg, cache_cfg, numerics, **options).require()
 
     tables = None if on_device else HostEngramTables(model, cfg)
@@ -211,7 +219,23 @@ def _run() -> None:
     cfg = ModelConfig.from_checkpoint(model)
     tokenizer = Tokenizer.from_checkpoint(model)
     names = tuple(_SERVED_NAMES.value) or (model.resolve().name,)
-    engine, observer = _engine(model, cfg, tokenizer, names[0])
+    with listening(config) as listener:
+        with loading(config, listener):
+            engine, observer = _engine(model, cfg, tokenizer, names[0])
+            application = _app(config, engine, observer, model, cfg, tokenizer, names)
+        print(f"ready {time.perf_counter() - begin:.1f} s after the start: {names[0]} at {_UDS.value or _HOST.value}")
+        serve(application, listener)
+
+
+def _app(
+    config: ServerConfig,
+    engine: AsyncEngine,
+    observer: PrometheusObserver,
+    model: Path,
+    cfg: ModelConfig,
+    tokenizer: Tokenizer,
+    names: tuple[str, ...],
+) -> FastAPI:
     fingerprint = hashlib.sha256(f"{dsv4jax.__version__} {jax.__version__} {cfg} {_NUMERICS.value}".encode())
     context = ServerContext(
         engine=engine,
@@ -225,8 +249,10 @@ def _run() -> None:
         default_effort=_EFFORT.value,
         default_max_tokens=_DEFAULT_MAX_TOKENS.value,
     )
-    print(f"ready {time.perf_counter() - begin:.1f} s after the start: {names[0]} at {_UDS.value or _HOST.value}")
-    serve(create_app(context, config, observer))
+    profiler = None
+    if _PROFILE_DIR.value:
+        profiler = Profiler(lambda: jax.profiler.start_trace(_PROFILE_DIR.value), jax.profiler.stop_trace)
+    return create_app(context, config, observer, profiler)
 
 
 def main(argv: list[str]) -> None:

@@ -18,7 +18,7 @@ from dsv4jax.server.app import Profiler, create_app
 from dsv4jax.server.config import ServerConfig
 from dsv4jax.server.context import ServerContext
 from dsv4jax.server.metrics import PrometheusObserver
-from dsv4jax.server.run import serve
+from dsv4jax.server.run import listening, serve
 from dsv4jax.tokenizer import Tokenizer
 
 
@@ -132,7 +132,9 @@ def main() -> None:
     parser.add_argument("--tokens_per_second", type=float, default=50)
     flags = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    serve(make_app(FakeEngine(flags.tokens_per_second), uds=flags.uds, shutdown_timeout=flags.shutdown_timeout))
+    app = make_app(FakeEngine(flags.tokens_per_second), uds=flags.uds, shutdown_timeout=flags.shutdown_timeout)
+    with listening(app.state.config) as listener:
+        serve(app, listener)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,8 @@ def server():
     address = None
     for line in process.stderr:
         log.append(line)
+        if found := re.search(r"starting: answering 503 on ([\d.]+:\d+)", line):
+            assert_loading(f"http://{found[1]}")
         if found := re.search(r"listening on ([\d.]+:\d+)", line):
             address = f"http://{found[1]}"
             break
@@ -40,6 +43,14 @@ def server():
     reading.start()
     yield address, process, log
     process.kill()
+
+
+def assert_loading(address):
+    for path in ("/health", "/ready", "/v1/models"):
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            call(address, path)
+        assert refusal.value.code == 503 and refusal.value.headers["Retry-After"] == "5"
+        assert json.load(refusal.value)["error"]["code"] == "loading"
 
 
 def call(address, path, body=None):
@@ -153,6 +164,7 @@ def test_nothing_was_compiled_while_serving_and_sigterm_drains(server):
     ("flags", "message"),
     [
         (["--pages=1000000000"], "not enough memory: the memory plan needs"),
+        (["--pages=63"], "--pages=63: 4032 tokens are fewer than --max_model_len=4096"),
         (["--max_model_len=20000"], "--max_model_len=20000: the model's context is 16384"),
         (["--contexts=64,9000"], "--contexts: 9000 is beyond --max_model_len=4096"),
         (["--contexts=a"], "--contexts=a: must be whole numbers"),

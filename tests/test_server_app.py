@@ -21,7 +21,7 @@ import dsv4jax
 from dsv4jax.engine.request import EngineStopped, QueueFull
 from dsv4jax.server.app import Profiler
 from dsv4jax.server.config import ServerConfig
-from dsv4jax.server.run import BackgroundServer, serve
+from dsv4jax.server.run import BackgroundServer, listening
 
 COMPLETIONS = "/v1/completions"
 CHATS = (
@@ -504,7 +504,8 @@ def test_a_proxy_may_serve_it_below_a_path():
 def test_a_port_in_use_is_an_error_before_anything_starts():
     with running() as client:
         with pytest.raises(OSError, match=f"cannot listen on .*{client.server.port}"):
-            serve(make_app(FakeEngine(), port=client.server.port))
+            with listening(ServerConfig(port=client.server.port)):
+                pass
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import pytest
 from server_api import call, context, stopped_engine
 
-from dsv4jax.engine.request import QueueFull
+from dsv4jax.engine.request import QueueFull, TooManyChoices
 from dsv4jax.server.body import MAX_DEPTH, MOST_PROBLEMS
 from dsv4jax.server.chat_completions import chat_completions
 from dsv4jax.server.completions import completions
@@ -336,6 +336,9 @@ def test_what_the_engine_refuses_is_refused_before_the_first_byte(default_tokeni
     error = refused(chat_completions, server, body)
     assert (error.status, error.type, error.code) == (429, "rate_limit_error", "queue_full")
     assert error.headers["Retry-After"] == "3"
+    server.engine.refusal = TooManyChoices("3 choices are asked for at once, this engine lets 2 wait")
+    error = refused(chat_completions, server, body)
+    assert (error.status, error.code, error.param) == (400, "invalid_value", "n")
     server.engine.refusal = stopped_engine()
     error = refused(chat_completions, server, body)
     assert (error.status, error.type) == (503, "service_unavailable")

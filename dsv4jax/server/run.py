@@ -14,11 +14,12 @@ from pathlib import Path
 import h11
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsv4jax.server.config import ServerConfig
 from dsv4jax.server.errors import ApiError, unavailable
-from dsv4jax.server.http import headers_too_large
+from dsv4jax.server.http import error_response, headers_too_large
 
 logger = logging.getLogger("dsv4jax.server")
 
@@ -228,19 +229,53 @@ def _allow_open_files(config: ServerConfig) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def serve(app: FastAPI) -> None:
-    """Serves `create_app`'s application until SIGTERM or SIGINT, then drains; call it in the main thread.
+def serve(app: FastAPI, listener: socket.socket) -> None:
+    """Serves `create_app`'s application until SIGTERM or SIGINT, then drains; call it in the main thread."""
+    _Server(app).run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def loading(config: ServerConfig, listener: socket.socket) -> Iterator[None]:
+    """Answers every request with 503 while the body runs, so that health checks see a server that is on its way."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await error_response(unavailable("the model is loading", "loading", 5), scope)(scope, receive, send)
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            answer,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    # Of a duplicate, since uvicorn closes what it was given; who connects in between waits for the real server.
+    own = listener.dup()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [own]}, name="loading-server", daemon=True)
+    thread.start()
+    while not server.started and thread.is_alive():
+        thread.join(0.01)
+    logger.info("starting: answering 503 on %s", _address(listener))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextlib.contextmanager
+def listening(config: ServerConfig) -> Iterator[socket.socket]:
+    """The socket that a server takes its connections from.
 
     Raises:
       OSError: the address cannot be listened on.
       ValueError: the process may not open as many files as `max_connections` needs.
     """
-    with _listener(app.state.config) as listener:
-        _Server(app).run(sockets=[listener])
-
-
-@contextlib.contextmanager
-def _listener(config: ServerConfig) -> Iterator[socket.socket]:
     _allow_open_files(config)
     listener = _listen(config)
     try:
@@ -265,7 +300,7 @@ class BackgroundServer:
 
     def __enter__(self) -> "BackgroundServer":
         self._stack = contextlib.ExitStack()
-        listener = self._stack.enter_context(_listener(self._config))
+        listener = self._stack.enter_context(listening(self._config))
         if self._config.uds is None:
             self.port = listener.getsockname()[1]
             scheme = "https" if self._config.ssl_keyfile else "http"
