@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 from fake_engine import FakeEngine, make_app
 
@@ -221,7 +222,6 @@ def test_small_routes(client):
 
 
 def test_the_openai_client_works(client):
-    openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=client.server.url + "/v1", api_key="none", max_retries=0) as sdk:
         assert sdk.models.list().data[0].id == "toy"
         done = sdk.completions.create(model="toy", prompt="a", max_tokens=3, extra_body={"ignore_eos": True})

@@ -546,7 +546,6 @@ def test_grammars_that_take_long_hold_up_only_requests_with_grammars(default_tok
 
 @pytest.fixture(scope="module")
 def grammars(default_tokenizer):
-    pytest.importorskip("llguidance", reason="needs the grammar backend of the `serve` extra")
     from dsv4jax.engine.grammar import GrammarCompiler
 
     return GrammarCompiler(default_tokenizer)

@@ -7,16 +7,15 @@ import shutil
 import subprocess
 import time
 
+import anthropic
 import httpx
+import openai
 import pytest
+from pydantic import BaseModel
 from server_api import best, logprob
 from talking_server import ANSWER, PARAMETERS, THOUGHT, eventually, serving
 
 from dsv4jax.engine.request import QueueFull
-
-anthropic = pytest.importorskip("anthropic", reason="needs the `dev` extra")
-openai = pytest.importorskip("openai", reason="needs the `dev` extra")
-from pydantic import BaseModel  # noqa: E402 (both clients need it)
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 ARGUMENTS = {"city": "Ulm", "days": 3}
@@ -34,7 +33,6 @@ def asked(text):
 
 @pytest.fixture(scope="module")
 def server(default_tokenizer):
-    pytest.importorskip("llguidance", reason="needs the grammar backend of the `serve` extra")
     from dsv4jax.engine.grammar import GrammarCompiler
 
     with serving(default_tokenizer, GrammarCompiler(default_tokenizer)) as server:

@@ -289,7 +289,6 @@ def test_counted_tokens_are_those_of_the_prompt(default_tokenizer, name):
 
 
 def test_constraints_reach_the_engine(default_tokenizer):
-    pytest.importorskip("llguidance", reason="needs the grammar backend of the `serve` extra")
     from dsv4jax.engine.grammar import GrammarCompiler
 
     grammars = GrammarCompiler(default_tokenizer)

@@ -285,7 +285,6 @@ def test_cached_tokens_are_reported(default_tokenizer):
 
 @pytest.fixture(scope="module")
 def grammars(default_tokenizer):
-    pytest.importorskip("llguidance", reason="needs the grammar backend of the `serve` extra")
     from dsv4jax.engine.grammar import GrammarCompiler
 
     return GrammarCompiler(default_tokenizer)

@@ -40,7 +40,6 @@ def test_texts_equal_the_reference(released_tokenizer, case):
 )
 def test_a_conversation_counts_what_chat_feeds(default_tokenizer, options):
     if "response_format" in options:
-        pytest.importorskip("llguidance", reason="needs the grammar backend of the `serve` extra")
         from dsv4jax.engine.grammar import GrammarCompiler
 
         server = context(default_tokenizer, [1], grammars=GrammarCompiler(default_tokenizer))

@@ -32,7 +32,33 @@ class ReplyDelta:
     name: str | None = None
 
 
-class ReplyParser:
+class _Parser:
+    """What both parsers say of the reply, which `_Reply` reads as text and control tokens."""
+
+    def __init__(
+        self,
+        start: ReplyStart,
+        tools: Tools | None,
+        stop: Sequence[str],
+        include_stop_str: bool,
+        parallel_tool_calls: bool,
+    ):
+        self._reply = _Reply(start, tools or (), StopStrings(stop, include=include_stop_str), parallel_tool_calls)
+
+    @property
+    def ended(self) -> bool:
+        return self._reply.ended
+
+    @property
+    def tool_calls_seen(self) -> int:
+        return self._reply.tool_calls_seen
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._reply.stop_string
+
+
+class ReplyParser(_Parser):
     """Splits generated ids into reasoning, answer and tool calls while they arrive.
 
     The deltas joined do not depend on how the ids are cut. Ids decide: `</think>` and `｜DSML｜` count only as
@@ -70,27 +96,15 @@ class ReplyParser:
           ValueError: the prompt is no chat prompt, or a stop string is empty.
         """
         start = reply_start(tokenizer, prompt_ids)
-        self._reply = _Reply(start, tools or (), StopStrings(stop, include=include_stop_str), parallel_tool_calls)
+        super().__init__(start, tools, stop, include_stop_str, parallel_tool_calls)
         self._tokenizer = tokenizer
         self._decoder = StreamDecoder(tokenizer)
         self._think_end, self._dsml = tokenizer.control_id(THINK_END), tokenizer.control_id(DSML)
         self._silent = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
 
     @property
-    def ended(self) -> bool:
-        return self._reply.ended
-
-    @property
     def reasoning_tokens(self) -> int:
         return self._reply.reasoning_tokens
-
-    @property
-    def tool_calls_seen(self) -> int:
-        return self._reply.tool_calls_seen
-
-    @property
-    def stop_string(self) -> str | None:
-        return self._reply.stop_string
 
     def push(self, ids: TokenIds) -> list[ReplyDelta]:
         """The deltas that become certain with `ids`, each with text or an opened call.
@@ -141,7 +155,7 @@ class ReplyParser:
         return self._reply.text(text)
 
 
-class TextReplyParser:
+class TextReplyParser(_Parser):
     """`ReplyParser` for text: control tokens are found by their spelling. Its deltas count no ids.
 
     For logged or foreign text. Where ids are at hand, `ReplyParser` is right and this is a guess.
@@ -157,20 +171,8 @@ class TextReplyParser:
         parallel_tool_calls: bool = True,
     ):
         """As `ReplyParser`; `start` is what `reply_start` says of the prompt."""
-        self._reply = _Reply(start, tools or (), StopStrings(stop, include=include_stop_str), parallel_tool_calls)
+        super().__init__(start, tools, stop, include_stop_str, parallel_tool_calls)
         self._held = ""  # may become one of the two spellings
-
-    @property
-    def ended(self) -> bool:
-        return self._reply.ended
-
-    @property
-    def tool_calls_seen(self) -> int:
-        return self._reply.tool_calls_seen
-
-    @property
-    def stop_string(self) -> str | None:
-        return self._reply.stop_string
 
     def push(self, text: str) -> list[ReplyDelta]:
         """The deltas that become certain with `text`.

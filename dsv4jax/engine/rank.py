@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jaxtyping import Bool, Float64, Int32, Int64
 
 from dsv4jax.engine.page_pool import PagePool, PrefixHasher
 from dsv4jax.engine.plan import NEXT_TOKEN, Decodes, Prefill, RankPlan, RankResult, Sampled, SlotMask, SlotStart
@@ -28,11 +29,11 @@ class RankInFlight:
     """What a rank has to remember of a dispatched step. A slot's epoch changes when it loses its choice."""
 
     prefills: list[tuple[Sequence, int, int, bool]]  # choice, epoch, end, whether its sampled token counts
-    slots: np.ndarray
-    starts: np.ndarray
-    epochs: np.ndarray
-    counts: np.ndarray
-    sequences: list[Sequence]
+    slots: Int32[np.ndarray, " decodes"]
+    starts: Int32[np.ndarray, " decodes"]
+    epochs: Int64[np.ndarray, " decodes"]
+    counts: Bool[np.ndarray, " decodes"]  # whether the sampled token counts
+    sequences: list[Sequence]  # all that take part
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,7 +50,7 @@ class Update:
     """Choices with a new token."""
     first_tokens: list[Sequence] = dataclasses.field(default_factory=list)
     finished: list[tuple[Sequence, FinishReason, str | None]] = dataclasses.field(default_factory=list)
-    gaps: list[np.ndarray] = dataclasses.field(default_factory=list)
+    gaps: list[Float64[np.ndarray, " tokens"]] = dataclasses.field(default_factory=list)
     """Seconds since the token before, per token that was not its choice's first."""
 
 
@@ -187,7 +188,7 @@ class Rank:
     def plan_prefills(self, step: int, failed: Failures) -> tuple[Prefill, ...]:
         """Chunks of the prompts that waited longest, which share the step's tokens evenly."""
         cfg = self._cfg
-        ready = [s for s in self.prefilling if s.mask is None or self._prefill_mask_ready(s, failed)]
+        ready = [s for s in self.prefilling if s.mask is None or self._send_mask(s, 0, failed)]
         ready.sort(key=lambda s: (s.last_prefill, s.request.priority, s.number))
         # Prompt log-probabilities need a program of their own.
         chosen = [s for s in ready if (s.request.prompt_logprobs < 0) == (ready[0].request.prompt_logprobs < 0)]
@@ -220,7 +221,7 @@ class Rank:
         masks = tuple(self._masks)
         self._new, self._masks = [], []
         nothing = np.zeros(0, np.int32)
-        part = RankInFlight([], nothing, nothing, nothing, nothing.astype(bool), [])
+        part = RankInFlight([], nothing, nothing, nothing.astype(np.int64), nothing.astype(bool), [])
         for chunk in prefills:
             sequence = self._sequences[chunk.slot]
             counts = chunk.end == sequence.length
@@ -312,10 +313,8 @@ class Rank:
             return False
         return self._send_mask(sequence, unread, failed)
 
-    def _prefill_mask_ready(self, sequence: Sequence, failed: Failures) -> bool:
-        return self._send_mask(sequence, 0, failed)
-
     def _send_mask(self, sequence: Sequence, ahead: int, failed: Failures) -> bool:
+        """Sends the mask of the token `ahead` of the known ones if it changed; False if it has none."""
         if any(sequence is other for other, _ in failed):
             return False
         try:
@@ -368,9 +367,9 @@ class Rank:
                     pairs = tuple(zip(ids.tolist(), values.tolist(), strict=True))
                 sequence.top_logprobs.append(pairs)
             if look[row]:
-                self._look(sequence, token, update)
+                self._see_end(sequence, token, update)
 
-    def _look(self, sequence: Sequence, token: int, update: Update) -> None:
+    def _see_end(self, sequence: Sequence, token: int, update: Update) -> None:
         request = sequence.request
         if sequence.mask is not None:
             try:

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import importlib.resources
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -36,9 +36,9 @@ from dsv4jax.server.http import (
 from dsv4jax.server.messages import count_tokens, messages
 from dsv4jax.server.metrics import PrometheusObserver
 from dsv4jax.server.responses import responses
+from dsv4jax.server.sse import Reply
 from dsv4jax.server.tokenize import detokenize, tokenize, tokenizer_info
 
-Reply = bytes | AsyncGenerator[bytes, None]
 Handler = Callable[[ServerContext, bytes, AccessRecord], Awaitable[Reply]]
 
 

@@ -7,8 +7,6 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
-
 from dsv4jax.chat import ReplyDelta, render_chat
 from dsv4jax.server.body import decode_object
 from dsv4jax.server.chat_core import ChatTurn, Piece, ReplyStep, chat_prompt, prepare_chat, run_chat
@@ -16,10 +14,7 @@ from dsv4jax.server.context import AccessRecord, ServerContext
 from dsv4jax.server.generation import in_threads
 from dsv4jax.server.logprobs import GeneratedToken, chat_logprob, prompt_logprobs
 from dsv4jax.server.protocol import ChatFields, read_chat
-from dsv4jax.server.sse import server_sent_events
-
-Reply = bytes | AsyncGenerator[bytes, None]
-_encode = msgspec.json.Encoder().encode
+from dsv4jax.server.sse import Reply, data_events, encode_json
 
 
 async def chat_completions(context: ServerContext, body: bytes, record: AccessRecord) -> Reply:
@@ -31,7 +26,7 @@ async def chat_completions(context: ServerContext, body: bytes, record: AccessRe
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     turn = await prepare_chat(context, lambda: read_chat(context, decode_object(body), record), response_id, record)
     if turn.fields.stream:
-        return server_sent_events(_stream(context, turn))
+        return data_events(_stream(context, turn))
     return await _complete(context, turn)
 
 
@@ -54,7 +49,7 @@ def _render(context: ServerContext, body: bytes, record: AccessRecord) -> bytes:
     prompt = chat_prompt(context, fields.template)
     record.prompt_tokens = prompt.size
     rendered = {"model": fields.model, "count": prompt.size, "prompt_token_ids": prompt.tolist()}
-    return _encode(rendered | ({"prompt_text": prompt_text(fields)} if fields.return_prompt_text else {}))
+    return encode_json(rendered | ({"prompt_text": prompt_text(fields)} if fields.return_prompt_text else {}))
 
 
 class _Form:
@@ -168,7 +163,7 @@ async def _complete(context: ServerContext, turn: ChatTurn) -> bytes:
 
 
 def _response(form: _Form, turn: ChatTurn, messages: list[_Message]) -> bytes:
-    return _encode(
+    return encode_json(
         {
             **form.head,
             "choices": [_choice(form, index, message) for index, message in enumerate(messages)],
@@ -214,7 +209,7 @@ def _call(delta: ReplyDelta) -> dict[str, Any]:
 async def _stream(context: ServerContext, turn: ChatTurn) -> AsyncGenerator[bytes | None, None]:
     fields, form = turn.fields, _Form(context, turn)
     streams = [_ChoiceStream(form) for _ in turn.choices]
-    head = _encode(form.head)[:-1] + b',"choices":['
+    head = encode_json(form.head)[:-1] + b',"choices":['
     first_parts = {}
     if fields.return_token_ids or fields.return_prompt_text:
         first_parts = await in_threads(context, form.prompt_parts)
@@ -226,13 +221,13 @@ async def _stream(context: ServerContext, turn: ChatTurn) -> AsyncGenerator[byte
             for choice in streams[step.index].choices(step):
                 end = b"]"
                 if fields.continuous_usage:
-                    end += b',"usage":' + _encode(turn.usage.json())
+                    end += b',"usage":' + encode_json(turn.usage.json())
                 if first_parts:
-                    end += b"," + _encode(first_parts)[1:-1]
+                    end += b"," + encode_json(first_parts)[1:-1]
                     first_parts = {}
-                yield head + _encode(choice) + end + b"}"
+                yield head + encode_json(choice) + end + b"}"
     if fields.include_usage:
-        yield head + b'],"usage":' + _encode(turn.usage.json()) + b"}"
+        yield head + b'],"usage":' + encode_json(turn.usage.json()) + b"}"
 
 
 class _ChoiceStream:

@@ -8,8 +8,6 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
-import msgspec
-
 from dsv4jax.chat import CompletionText
 from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, TokenChunk
 from dsv4jax.server.body import decode_object
@@ -28,11 +26,8 @@ from dsv4jax.server.generation import (
 from dsv4jax.server.logprobs import GeneratedToken, finite, prompt_logprobs, prompt_rows
 from dsv4jax.server.prompts import completion_prompts, visible_text
 from dsv4jax.server.protocol import CompletionFields, read_completion
-from dsv4jax.server.sse import server_sent_events
+from dsv4jax.server.sse import Reply, data_events, encode_json
 from dsv4jax.tokenizer import StreamDecoder
-
-Reply = bytes | AsyncGenerator[bytes, None]
-_encode = msgspec.json.Encoder().encode
 
 
 async def completions(context: ServerContext, body: bytes, record: AccessRecord) -> Reply:
@@ -45,7 +40,7 @@ async def completions(context: ServerContext, body: bytes, record: AccessRecord)
     run = await in_threads(context, _prepare, context, fields, record, threads=mask_threads(context, fields))
     check_admission(context, run.requests)
     if run.fields.stream:
-        return server_sent_events(_stream(context, run))
+        return data_events(_stream(context, run))
     return await _complete(context, run)
 
 
@@ -106,7 +101,7 @@ def _render(context: ServerContext, body: bytes, record: AccessRecord) -> bytes:
         | ({"prompt_text": visible_text(context.tokenizer, prompt)} if fields.return_prompt_text else {})
         for prompt in prompts
     ]
-    return _encode(rendered)
+    return encode_json(rendered)
 
 
 # ---- choices -------------------------------------------------------------------------------------------------
@@ -289,12 +284,12 @@ def _response(context: ServerContext, run: _Run, steps: list[list[_Step]]) -> by
             | {"finish_reason": end.finish_reason, "stop_reason": end.stop_reason}
             | form.prompt_logprobs(choice.echo)
         )
-    return _encode(form.head | {"choices": choices, "usage": run.usage.json()})
+    return encode_json(form.head | {"choices": choices, "usage": run.usage.json()})
 
 
 async def _stream(context: ServerContext, run: _Run) -> AsyncGenerator[bytes | None, None]:
     fields, form = run.fields, _Form(context, run)
-    head = _encode(form.head)[:-1] + b',"choices":['
+    head = encode_json(form.head)[:-1] + b',"choices":['
     repeats_prompt = fields.echo or fields.return_token_ids or fields.return_prompt_text
     silent = [True] * len(run.choices)
     async with contextlib.aclosing(_steps(context, run)) as items:
@@ -312,7 +307,7 @@ async def _stream(context: ServerContext, run: _Run) -> AsyncGenerator[bytes | N
                 choice = form.choice(*parts, None)
             silent[index] = False
             choice |= {"finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
-            end = b',"usage":' + _encode(run.usage.json()) if fields.continuous_usage else b""
-            yield head + _encode(choice) + b"]" + end + b"}"
+            end = b',"usage":' + encode_json(run.usage.json()) if fields.continuous_usage else b""
+            yield head + encode_json(choice) + b"]" + end + b"}"
     if fields.include_usage:
-        yield head + b'],"usage":' + _encode(run.usage.json()) + b"}"
+        yield head + b'],"usage":' + encode_json(run.usage.json()) + b"}"

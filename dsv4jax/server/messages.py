@@ -9,7 +9,6 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
-import msgspec
 import pydantic_core
 
 from dsv4jax.server.chat_core import ChatTurn, ReplyStep, chat_prompt, prepare_chat, run_chat
@@ -17,11 +16,10 @@ from dsv4jax.server.context import AccessRecord, ServerContext
 from dsv4jax.server.error_formats import MESSAGES_PATH
 from dsv4jax.server.generation import Usage, in_threads
 from dsv4jax.server.messages_request import MessagesRequest, read_messages
-from dsv4jax.server.reply_blocks import Block, BlockChange, ReplyBlocks, named_events
+from dsv4jax.server.reply_blocks import Block, BlockChange, ReplyBlocks, named_events, whole_reply
+from dsv4jax.server.sse import Reply, encode_json
 
-Reply = bytes | AsyncGenerator[bytes, None]
 Event = tuple[str, bytes]
-_encode = msgspec.json.Encoder().encode
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -38,12 +36,7 @@ async def messages(context: ServerContext, body: bytes, record: AccessRecord) ->
     form = _Form(request, turn)
     if request.fields.stream:
         return named_events(_stream(context, turn, form), MESSAGES_PATH)
-    last = None
-    async with contextlib.aclosing(run_chat(context, turn)) as steps:
-        async for step in steps:
-            if step is not None:
-                form.blocks.changes(step)
-                last = step
+    last = await whole_reply(context, turn, form.blocks)
     return await in_threads(context, _whole, form, last)
 
 
@@ -60,12 +53,12 @@ def _count(context: ServerContext, body: bytes, record: AccessRecord) -> bytes:
     request = read_messages(context, body, record)
     with request.paths.in_errors():
         record.prompt_tokens = chat_prompt(context, request.fields.template).size
-    return _encode({"input_tokens": record.prompt_tokens})
+    return encode_json({"input_tokens": record.prompt_tokens})
 
 
 def _whole(form: "_Form", last: ReplyStep) -> bytes:
     content = [form.content(block) for block in form.blocks.blocks]
-    return _encode(form.message() | {"content": content} | form.ending(last))
+    return encode_json(form.message() | {"content": content} | form.ending(last))
 
 
 async def _stream(context: ServerContext, turn: ChatTurn, form: "_Form") -> AsyncGenerator[Event | None, None]:
@@ -89,7 +82,7 @@ async def _stream(context: ServerContext, turn: ChatTurn, form: "_Form") -> Asyn
 
 
 def _event(name: str, **parts: Any) -> Event:
-    return name, _encode({"type": name, **parts})
+    return name, encode_json({"type": name, **parts})
 
 
 class _Form:

@@ -2,17 +2,14 @@
 
 import contextlib
 import dataclasses
-import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Literal, NamedTuple
 
-from dsv4jax.server.chat_core import ReplyStep
+from dsv4jax.server.chat_core import ChatTurn, ReplyStep, run_chat
+from dsv4jax.server.context import ServerContext
 from dsv4jax.server.error_formats import error_event
-from dsv4jax.server.errors import ApiError, internal_error
 from dsv4jax.server.logprobs import GeneratedToken
-from dsv4jax.server.sse import PING
-
-logger = logging.getLogger("dsv4jax.server")
+from dsv4jax.server.sse import event_stream
 
 BlockKind = Literal["reasoning", "content", "call"]
 
@@ -48,7 +45,7 @@ class BlockChange(NamedTuple):
     kind: Literal["open", "add", "close"]
     block: Block
     text: str = ""
-    tokens: list[GeneratedToken] = []  # noqa: RUF012 (never changed)
+    tokens: Sequence[GeneratedToken] = ()
 
 
 class ReplyBlocks:
@@ -89,29 +86,29 @@ class ReplyBlocks:
         return [] if block is None else [BlockChange("close", block)]
 
 
-async def named_events(
-    payloads: AsyncGenerator[tuple[str, bytes] | None, None], path: str
-) -> AsyncGenerator[bytes, None]:
-    """Frames pairs of event name and JSON text, and None as a comment; an error ends the stream as `path` has it.
+def named_events(payloads: AsyncGenerator[tuple[str, bytes] | None, None], path: str) -> AsyncGenerator[bytes, None]:
+    """Pairs of event name and JSON text as events; an error ends the stream as `path` has it.
 
     Raises:
-      ApiError: nothing was sent yet, so that the answer can still have a status of its own.
+      ApiError: as `event_stream`.
     """
-    begun = False
-    try:
-        async with contextlib.aclosing(payloads):
-            async for payload in payloads:
-                begun = True
-                if payload is None:
-                    yield PING
-                else:
-                    yield b"event: " + payload[0].encode() + b"\ndata: " + payload[1] + b"\n\n"
-    except ApiError as error:
-        if not begun:
-            raise
-        yield error_event(error, path)
-    except Exception:
-        if not begun:
-            raise
-        logger.exception("a stream failed")
-        yield error_event(internal_error(), path)
+    return event_stream(payloads, _named, lambda error: error_event(error, path))
+
+
+def _named(payload: tuple[str, bytes]) -> bytes:
+    return b"event: " + payload[0].encode() + b"\ndata: " + payload[1] + b"\n\n"
+
+
+async def whole_reply(context: ServerContext, turn: ChatTurn, blocks: ReplyBlocks) -> ReplyStep:
+    """Runs a turn of one choice to its end; the blocks are complete then. Returns the last step.
+
+    Raises:
+      ApiError: the choice failed or was aborted.
+    """
+    last = None
+    async with contextlib.aclosing(run_chat(context, turn)) as steps:
+        async for step in steps:
+            if step is not None:
+                blocks.changes(step)
+                last = step
+    return last

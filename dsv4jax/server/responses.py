@@ -8,22 +8,19 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
-
-import msgspec
 
 from dsv4jax.server.chat_core import ChatTurn, ReplyStep, prepare_chat, run_chat
 from dsv4jax.server.context import AccessRecord, ServerContext
 from dsv4jax.server.error_formats import RESPONSES_PATH
 from dsv4jax.server.generation import Usage, in_threads
 from dsv4jax.server.logprobs import GeneratedToken, chat_logprob
-from dsv4jax.server.reply_blocks import Block, BlockChange, ReplyBlocks, named_events
+from dsv4jax.server.reply_blocks import Block, BlockChange, ReplyBlocks, named_events, whole_reply
 from dsv4jax.server.responses_request import ResponsesRequest, read_responses
+from dsv4jax.server.sse import Reply, encode_json
 
-Reply = bytes | AsyncGenerator[bytes, None]
 Event = tuple[str, bytes]
-_encode = msgspec.json.Encoder().encode
 
 _ID_PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc"}
 
@@ -40,13 +37,8 @@ async def responses(context: ServerContext, body: bytes, record: AccessRecord) -
     form = _Form(context, request, turn)
     if request.fields.stream:
         return named_events(_stream(context, turn, form), RESPONSES_PATH)
-    last = None
-    async with contextlib.aclosing(run_chat(context, turn)) as steps:
-        async for step in steps:
-            if step is not None:
-                form.blocks.changes(step)
-                last = step
-    return await in_threads(context, lambda: _encode(form.ended(last)))
+    last = await whole_reply(context, turn, form.blocks)
+    return await in_threads(context, lambda: encode_json(form.ended(last)))
 
 
 async def _stream(context: ServerContext, turn: ChatTurn, form: "_Form") -> AsyncGenerator[Event | None, None]:
@@ -84,7 +76,7 @@ class _Form:
         self._sequence = 0
 
     def event(self, kind: str, **parts: Any) -> Event:
-        data = _encode({"type": kind, "sequence_number": self._sequence, **parts})
+        data = encode_json({"type": kind, "sequence_number": self._sequence, **parts})
         self._sequence += 1
         return kind, data
 
@@ -172,7 +164,7 @@ class _Form:
         logprobs = self._logprobs(block.tokens)
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
-    def _logprobs(self, tokens: list[GeneratedToken]) -> list[dict[str, Any]]:
+    def _logprobs(self, tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
         if not self._with_logprobs:
             return []
         return [chat_logprob(self._texts, token, self._as_id) for token in tokens]

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import msgspec
-
 from dsv4jax.server.body import Fields, decode_object, decode_token_ids, is_list
 from dsv4jax.server.chat_core import chat_prompt
 from dsv4jax.server.context import AccessRecord, ServerContext
@@ -11,8 +9,7 @@ from dsv4jax.server.errors import invalid_value
 from dsv4jax.server.generation import Prompt, in_threads
 from dsv4jax.server.prompts import visible_text
 from dsv4jax.server.protocol import read_model, read_request_id, read_response_format, read_template
-
-_encode = msgspec.json.Encoder().encode
+from dsv4jax.server.sse import encode_json
 
 
 async def tokenize(context: ServerContext, body: bytes, record: AccessRecord) -> bytes:
@@ -32,7 +29,7 @@ async def detokenize(context: ServerContext, body: bytes, record: AccessRecord) 
 async def tokenizer_info(context: ServerContext, body: bytes, record: AccessRecord) -> bytes:
     """What a client needs to use the server as its tokenizer."""
     tokenizer = context.tokenizer
-    return _encode(
+    return encode_json(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": tokenizer.token(tokenizer.bos_id),
@@ -63,7 +60,7 @@ def _tokenize(context: ServerContext, body: bytes, record: AccessRecord) -> byte
     }
     if with_texts:
         response["token_strs"] = [context.tokenizer.token(token_id) for token_id in response["tokens"]]
-    return _encode(response)
+    return encode_json(response)
 
 
 def _chat_ids(context: ServerContext, fields: Fields) -> Prompt:
@@ -97,4 +94,4 @@ def _detokenize(context: ServerContext, body: bytes, record: AccessRecord) -> by
         fields.problem(invalid_value("tokens", "tokens must be a list of token ids"))
     fields.check()
     ids = decode_token_ids(tokens, "tokens", context.tokenizer.vocab_size)
-    return _encode({"prompt": visible_text(context.tokenizer, ids)})
+    return encode_json({"prompt": visible_text(context.tokenizer, ids)})
