@@ -592,13 +592,25 @@ def test_completions_do_not_depend_on_the_cuts(default_tokenizer, text, stop, in
     for a, b in zip([0, *at], [*at, len(ids)], strict=True):
         if not completion.ended:
             piece, count = completion.push(ids[a:b])
-            assert bool(piece) == bool(count)
+            assert piece or not count
+            if piece and not count:  # the rest of an id's text, of which a part is out already
+                assert default_tokenizer.decode(ids[:counted]).startswith(got + piece)
             got, counted = got + piece, counted + count
             assert default_tokenizer.decode(ids[:counted]).startswith(got.rstrip("\ufffd")) or completion.ended
     piece, count = completion.finish()
     assert got + piece == kept
     assert completion.stop_string == expected.matched
     assert counted + count == len(ids) if not completion.ended else counted + count <= len(ids)
+
+
+def test_the_rest_of_an_ids_text_is_freed_without_a_further_id(default_tokenizer):
+    """An id belongs to the output that shows its first character; a stop string may hold the others back."""
+    completion = CompletionText(default_tokenizer, stop=["the<", "🦜a"])
+    the, parrot = default_tokenizer.encode(" the").tolist(), default_tokenizer.encode("🦜").tolist()
+    assert len(the) == 1
+    assert completion.push(the) == (" ", 1)
+    assert completion.push(parrot) == ("the", 0)
+    assert completion.finish() == ("🦜", len(parrot))
 
 
 def test_ids_of_a_completion_ride_with_the_text_that_frees_them(default_tokenizer):
