@@ -87,6 +87,7 @@ class CheckingExecutor:
         self.cfg = cfg
         self.fail_next = 0
         self.failures = 0
+        self.failures_in_a_row = 0
         self.resets = -1
         self._queue = collections.deque()
         self._time = 0.0
@@ -111,6 +112,7 @@ class CheckingExecutor:
         if self.fail_next == 1:
             self.fail_next = 0
             self.failures += 1
+            self.failures_in_a_row += 1
             raise RuntimeError("injected failure in dispatch")
         self.plans.append(plan)
         try:
@@ -123,8 +125,10 @@ class CheckingExecutor:
         if self.fail_next == 2:
             self.fail_next = 0
             self.failures += 1
+            self.failures_in_a_row += 1
             raise RuntimeError("injected failure in wait")
         self._time += 1
+        self.failures_in_a_row = 0
         return self._queue.popleft()
 
     def _run(self, rank, plan):
