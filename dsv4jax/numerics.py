@@ -1,4 +1,4 @@
-"""Where a run rounds: the two modes of the product, and the switches the tests need."""
+"""How a run computes: where it rounds, the switches the tests need, and whether kernels run."""
 
 import dataclasses
 
@@ -21,6 +21,8 @@ class Numerics:
     quantize_cache: bool = True
     """Quantise window keys, compressed entries, index keys and index queries. False is for tests only."""
     fast: bool = False
+    implementation: str = "reference"
+    """Which form of the operations in `pallas_kernels` runs: "reference" is plain JAX, "pallas" the GPU kernels."""
 
 
 REFERENCE = Numerics()

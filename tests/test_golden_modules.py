@@ -13,7 +13,7 @@ from golden_impl import ngrams
 from dsv4jax.batch import PrefillBucket, PrefillChunk, prefill_batch
 from dsv4jax.cache import COMPRESSED_ENTRY, INDEX_KEY, WINDOW_KEY, Cache, CacheConfig, init_cache
 from dsv4jax.engram_hash import rows_on_device
-from dsv4jax.model.hyper_connections import Mix, collapse, expand, first_mix
+from dsv4jax.model.hyper_connections import Mix, collapse, expand, first_mix, settled_residual
 from dsv4jax.model.indexer import Selection, index_scores, visible_entries
 from dsv4jax.model.layout import full_layout, tile_windows
 from dsv4jax.model.moe import sqrt_softplus
@@ -105,8 +105,9 @@ def attention_captures(
         # The reference leaves entries of a kept block out that the query does not see.
         pool = jnp.repeat(selection.candidates, cfg.candidate_block_size, -1)[:, : len(x) // ratio]
         made["candidates"] = pool & seen
-    attended = attn.attend(made["q_rope"], key, cache.windows[i], layout, windows, cache, selection, numerics)
-    made["attended_unrope"] = rotate(attended, jax.tree.map(lambda a: a[:, None], by.inverse()))
+    made["attended_unrope"] = attn.attend(
+        made["q_rope"], key, cache.windows[i], layout, windows, by, cache, selection, numerics
+    )
     return made, (cache, selection)
 
 
@@ -146,7 +147,7 @@ def block_captures(
         mix = layer.mix("hc_attn" if site == "attn_hc" else "hc_ffn", before)
         made |= {f"{site}_pre": mix.pre, f"{site}_post": mix.post, f"{site}_comb": mix.residual}
         golden_mix[site] = Mix(*(inputs[f"{site}_{part}"] for part in ("pre", "post", "comb")))
-    made["attn_in"] = layer.attention_input(streams, inputs["pre_mix_in"])
+    made["attn_in"] = layer.enter("hc_attn", settled_residual(streams, inputs["pre_mix_in"]))[1]
     made["streams_mid"] = expand(inputs["attn_out"], streams, golden_mix["attn_hc"])
     made["moe_in"] = layer.ffn_norm(collapse(inputs["streams_mid"], inputs["attn_hc_pre"]))
     x, ffn = inputs["moe_in"], layer.ffn

@@ -31,6 +31,7 @@ from dsv4jax.model.transformer import merge
 from dsv4jax.params import named_leaves
 from dsv4jax.quant import ceil_div, qdq_fp8
 from pallas_kernels.moe_experts import reference
+from pallas_kernels.sparse_attention import reference as sparse_attention
 
 SENSITIVITY = json.loads((DATA / "functions" / "mutation_sensitivity.json").read_text(encoding="utf-8"))
 """How far each mistake moved the logits of the reference."""
@@ -119,8 +120,8 @@ def _build_into_attention(patch: pytest.MonkeyPatch, m: Switches) -> None:
     patch.setattr(transformer, "tile_windows", windows)
     patch.setattr(rope, "frequencies", frequencies)
     patch.setattr(Rotation, "inverse", inverse)
-    patch.setattr(attention, "rotate", rotate)
-    patch.setattr(indexer, "rotate", rotate)
+    for module in (attention, indexer, sparse_attention):
+        patch.setattr(module, "rotate", rotate)
     patch.setattr(attention.Attention, "store_entries", late_entries)
     patch.setattr(RecordFormat, "store", store)
 
@@ -176,22 +177,23 @@ def _build_into_selection(patch: pytest.MonkeyPatch, m: Switches) -> None:
 
 def _build_into_streams(patch: pytest.MonkeyPatch, m: Switches) -> None:
     sinkhorn, rms_norm = unchecked(hyper_connections.sinkhorn), unchecked(norm.rms_norm)
-    expand, attention_input = block.expand, block.Block.attention_input
+    expand, enter = hyper_connections.expand, block.Block.enter
 
     def expand_or_transposed(y, streams, mix):
         transposed = jnp.swapaxes(mix.residual, -1, -2)
         return expand(y, streams, mix.replace(residual=jnp.where(m["residual_transposed"], transposed, mix.residual)))
 
-    def read_with_own_mix(self, streams, pre):
-        own = self.mix("hc_attn", streams).pre
-        return attention_input(self, streams, jnp.where(m["own_mix"], own, pre))
+    def enter_with_own_mix(self, site, residual):
+        streams, x, mix = enter(self, site, residual)
+        own = self.attn_norm(block.collapse(streams, mix.pre))
+        return streams, jnp.where(m["own_mix"] & (site == "hc_attn"), own, x), mix
 
     patch.setattr(
         hyper_connections, "sinkhorn", lambda logits, iterations, eps: sinkhorn(logits, m["hc_sinkhorn_iters"], eps)
     )
     patch.setattr(norm, "rms_norm", lambda x, weight, eps: rms_norm(x, weight, m["rms_norm_eps"]))
-    patch.setattr(block, "expand", expand_or_transposed)
-    patch.setattr(block.Block, "attention_input", read_with_own_mix)
+    patch.setattr(hyper_connections, "expand", expand_or_transposed)
+    patch.setattr(block.Block, "enter", enter_with_own_mix)
     patch.setattr(transformer, "first_mix", lambda tokens, streams: jnp.tile(m["first_mix"], (tokens, 1)))
 
 

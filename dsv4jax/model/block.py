@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 from dsv4jax.cache import Cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.model.attention import Attention
-from dsv4jax.model.hyper_connections import Mix, collapse, expand, predict_mix
+from dsv4jax.model.hyper_connections import Mix, Residual, collapse, predict_mix
 from dsv4jax.model.indexer import Selection
 from dsv4jax.model.layout import TileWindow, TokenLayout
 from dsv4jax.model.moe import MoE
@@ -35,35 +35,39 @@ class Block(nnx.Module):
             setattr(self, f"{site}_base", declare_array((mixes,), "F32", (None,)))
             setattr(self, f"{site}_scale", declare_array((3,), "F32", (None,)))
 
-    def attention_input(
-        self, streams: Float[Array, "tokens streams hidden"], pre: Float[Array, "tokens streams"]
-    ) -> Float[Array, "tokens hidden"]:
-        """Collapse with the carried mix, then normalise."""
-        return self.attn_norm(collapse(streams, pre))
-
     def mix(self, site: str, streams: Float[Array, "tokens streams hidden"]) -> Mix:
         """The coefficients a site predicts."""
         fn, base, scale = (getattr(self, f"{site}_{part}")[...] for part in ("fn", "base", "scale"))
         return predict_mix(streams, fn, base, scale, self.cfg)
 
+    def enter(
+        self, site: str, residual: Residual
+    ) -> tuple[Float[Array, "tokens streams hidden"], Float[Array, "tokens hidden"], Mix]:
+        """At site `hc_attn` or `hc_ffn`: the settled streams, the input of the sublayer, and the mix predicted here.
+
+        The sublayer's input is collapsed with the mix carried by `residual` and normalised.
+        """
+        streams = residual.settled()
+        norm = {"hc_attn": self.attn_norm, "hc_ffn": self.ffn_norm}[site]
+        return streams, norm(collapse(streams, residual.mix.pre)), self.mix(site, streams)
+
     def __call__(
         self,
         streams: Float[Array, "tokens streams hidden"],
         x: Float[Array, "tokens hidden"],
+        mix: Mix,
         layout: TokenLayout,
         windows: TileWindow,
         by: Rotation,
         cache: Cache,
         selection: Selection | None,
         numerics: Numerics,
-    ) -> tuple[Array, Array, Cache, Selection | None, Int[Array, " experts"]]:
-        """Both sublayers, given `attention_input(...)` as x.
+    ) -> tuple[Residual, Cache, Selection | None, Int[Array, " experts"]]:
+        """Both sublayers, given what `enter("hc_attn", ...)` returned.
 
-        Returns streams, the input mix carried to the next layer, cache, selection in force, expert load.
+        Returns what the next layer enters with, cache, selection in force, expert load.
         """
-        mix = self.mix("hc_attn", streams)
         y, cache, selection = self.attn(x, layout, windows, by, cache, selection, numerics)
-        streams = expand(y, streams, mix)
-        after = self.mix("hc_ffn", streams)
-        y, load = self.ffn(self.ffn_norm(collapse(streams, mix.pre)), layout.valid, layout.image_mask, numerics)
-        return expand(y, streams, after), after.pre, cache, selection, load
+        streams, x, mix = self.enter("hc_ffn", Residual(streams, y, mix))
+        y, load = self.ffn(x, layout.valid, layout.image_mask, numerics)
+        return Residual(streams, y, mix), cache, selection, load

@@ -22,6 +22,26 @@ class Mix:
     residual: Float[Array, "tokens streams streams"]
 
 
+@flax.struct.dataclass
+class Residual:
+    """The streams before the last sublayer's output was added, that output, and the mix that its site predicted."""
+
+    streams: Float[Array, "tokens streams hidden"]
+    output: Float[Array, "tokens hidden"]
+    mix: Mix
+
+    def settled(self) -> Float[Array, "tokens streams hidden"]:
+        """The streams with the output added."""
+        return expand(self.output, self.streams, self.mix)
+
+
+def settled_residual(streams: Float[Array, "tokens streams hidden"], pre: Float[Array, "tokens streams"]) -> Residual:
+    """Streams to which nothing is left to add, with the input mix for the next site."""
+    tokens, n, hidden = streams.shape
+    identity = jnp.broadcast_to(jnp.eye(n, dtype=jnp.float32), (tokens, n, n))
+    return Residual(streams, jnp.zeros((tokens, hidden), streams.dtype), Mix(pre, jnp.zeros_like(pre), identity))
+
+
 def first_mix(tokens: int, streams: int) -> Float[Array, "tokens streams"]:
     """The carried input mix at the start of every forward pass: all weight on stream 0."""
     return jnp.zeros((tokens, streams), jnp.float32).at[:, 0].set(1.0)

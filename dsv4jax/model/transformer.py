@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
@@ -15,7 +16,7 @@ from dsv4jax.engram_hash import DEAD, rows_on_device
 from dsv4jax.model.block import Block
 from dsv4jax.model.draft import DraftStage
 from dsv4jax.model.engram import Engram
-from dsv4jax.model.hyper_connections import collapse, first_mix
+from dsv4jax.model.hyper_connections import collapse, first_mix, settled_residual
 from dsv4jax.model.indexer import Selection
 from dsv4jax.model.layout import TileWindow, TokenLayout, decoder_layout, full_layout, tile_windows
 from dsv4jax.model.norm import RMSNorm
@@ -74,31 +75,34 @@ class Model(nnx.Module):
         layout = full_layout(batch)
         rows, cache = self._engram_rows(batch, layout, cache, decode)
         streams = jnp.repeat(self._embed(batch, numerics)[:, None], cfg.hc_mult, 1)
-        pre = first_mix(batch.tokens.shape[0], cfg.hc_mult)
+        residual = settled_residual(streams, first_mix(streams.shape[0], cfg.hc_mult))
         selection: Selection | None = None
         tables, windows = self._positions(layout)
         loads, selections, seen = [], [], []
         for i, layer in enumerate(self.layers):
-            seen.append(streams)
             if i in cfg.engram_layer_ids:
                 row = rows[cfg.engram_layer_ids.index(i)]
                 lookup = dequantize if batch.engram_rows else layer.engram.lookup
                 values = lookup(row, numerics.dtype)
-                streams = layer.engram(streams, values, layout.valid & ~layout.image_mask, numerics)
-            x = layer.attention_input(streams, pre)
+                seen.append(residual.settled())
+                streams = layer.engram(seen[-1], values, layout.valid & ~layout.image_mask, numerics)
+                residual = settled_residual(streams, residual.mix.pre)
+            streams, x, mix = layer.enter("hc_attn", residual)
+            if i not in cfg.engram_layer_ids:
+                seen.append(streams)
             if i in cfg.kv_source_layer_ids:
                 cache = layer.attn.store_entries(x, layout, cache, numerics)
             if i == cfg.decoder_start:
                 layout, take = decoder_layout(layout, batch, cfg.sliding_window)
                 tables, windows = self._positions(layout)
                 if take is not None:
-                    streams, pre, x = streams[take], pre[take], x[take]
+                    streams, x, mix = jax.tree.map(lambda a, take=take: a[take], (streams, x, mix))
             by = tables[bool(cfg.ratio(i))]
-            streams, pre, cache, selection, load = layer(streams, x, layout, windows, by, cache, selection, numerics)
+            residual, cache, selection, load = layer(streams, x, mix, layout, windows, by, cache, selection, numerics)
             loads.append(load)
             if i in cfg.index_source_layer_ids:
                 selections.append(selection.positions)
-        hidden = self.norm(collapse(streams, pre))
+        hidden = self.norm(collapse(residual.settled(), residual.mix.pre))
         return TextOutput(hidden, layout, cache, jnp.stack(loads), tuple(selections), tuple(seen))
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
