@@ -49,11 +49,11 @@ _SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time."
 _PAGES = flags.DEFINE_integer("pages", None, "Pages of the cache. Default: what memory holds, at most twice all slots.")
 _PAGE_SIZE = flags.DEFINE_integer("page_size", 64, "Tokens per page.", 2)
 _CONTEXTS = flags.DEFINE_list(
-    "contexts", [], "Context lengths that programs are compiled for. Default: 4096 and max_model_len."
+    "contexts", None, "Context lengths that programs are compiled for. Default: 4096 and max_model_len."
 )
-_PREFILL_TOKENS = flags.DEFINE_list("prefill_tokens", ["256"], "Sizes of prefill steps in tokens.")
+_PREFILL_TOKENS = flags.DEFINE_list("prefill_tokens", None, "Sizes of prefill steps in tokens. Default: 256.")
 _PREFILL_REQUESTS = flags.DEFINE_integer("prefill_requests", 4, "Most requests in a prefill step.", 1)
-_DECODE_REQUESTS = flags.DEFINE_list("decode_requests", [], "Sizes of decode steps in requests. Default: slots.")
+_DECODE_REQUESTS = flags.DEFINE_list("decode_requests", None, "Sizes of decode steps in requests. Default: slots.")
 _PREFILL_EVERY = flags.DEFINE_integer("prefill_every", 1, "Prefill in every n-th step while requests decode.", 1)
 _DECODE_EVERY = flags.DEFINE_integer("decode_every", 1, "Decode in every n-th step while prompts are prefilled.", 1)
 _MAX_WAITING = flags.DEFINE_integer("max_waiting", 2048, "Waiting requests beyond which new ones get 429.", 1)
@@ -94,12 +94,17 @@ _EFFORT = flags.DEFINE_integer("default_effort", 75, "Reasoning effort of reques
 _DEFAULT_MAX_TOKENS = flags.DEFINE_integer("default_max_tokens", None, "Chat output limit of requests without one.", 1)
 
 
-def _sizes(flag: flags.FlagHolder) -> list[int]:
+def _sizes(flag: flags.FlagHolder, default: list[int]) -> list[int]:
+    """The flag's numbers, ascending; `default` if it is not given."""
+    if flag.value is None:
+        return default
+    if not flag.value:
+        raise ValueError(f"--{flag.name}=: must hold at least one number")
     try:
         sizes = sorted({int(text) for text in flag.value})
     except ValueError:
         raise ValueError(f"--{flag.name}={','.join(flag.value)}: must be whole numbers") from None
-    if sizes and sizes[0] < 1:
+    if sizes[0] < 1:
         raise ValueError(f"--{flag.name}: {sizes[0]} must be at least 1")
     return sizes
 
@@ -113,11 +118,12 @@ def _engine(model: Path, cfg: ModelConfig, tokenizer: Tokenizer, name: str) -> t
     length = _MAX_MODEL_LEN.value or min(cfg.max_position_embeddings, 16384 if _MODEL.value else 4096)
     if length > cfg.max_position_embeddings:
         raise ValueError(f"--max_model_len={length}: the model's context is {cfg.max_position_embeddings}")
-    contexts = _sizes(_CONTEXTS) or [min(4096, length)]
+    contexts = _sizes(_CONTEXTS, [min(4096, length)])
     if contexts[-1] > length:
         raise ValueError(f"--contexts: {contexts[-1]} is beyond --max_model_len={length}")
     contexts = sorted({*contexts, length})
-    prefill_tokens, decode_requests = _sizes(_PREFILL_TOKENS), sorted({*_sizes(_DECODE_REQUESTS), _SLOTS.value})
+    prefill_tokens = _sizes(_PREFILL_TOKENS, [256])
+    decode_requests = sorted({*_sizes(_DECODE_REQUESTS, []), _SLOTS.value})
     if decode_requests[-1] > _SLOTS.value:
         raise ValueError(f"--decode_requests: {decode_requests[-1]} is beyond --slots={_SLOTS.value}")
     if deterministic:
@@ -132,13 +138,30 @@ def _engine(model: Path, cfg: ModelConfig, tokenizer: Tokenizer, name: str) -> t
         spare = 4 << 30 if jax.default_backend() != "cpu" else 1 << 30
         # At least one request of full length: if that does not fit, the plan says so.
         one_request = ceil_div(length, _PAGE_SIZE.value)
-        pages = max(one_request, min(2 * full, pages_that_fit(cfg, one, numerics, spare, **options) or full))
+        fit = pages_that_fit(cfg, one, numerics, spare, **options)
+        pages = max(one_request, min(2 * full, full if fit is None else fit))
     cache_cfg = CacheConfig(slots=_SLOTS.value, pages=pages, page_size=_PAGE_SIZE.value)
     if pages * _PAGE_SIZE.value < length and _PAGES.value is not None:
         raise ValueError(f"--pages={pages}: {pages * _PAGE_SIZE.value} tokens are fewer than --max_model_len={length}")
-    memory_plan(cfg, cache_cfg, numerics, **options).require()
-
-    tables = None if on_device else HostEngramTables(model, cfg)
+    tokenizer_hash = hashlib.sha256((model / "tokenizer.json").read_bytes()).digest()
+    scheduler_cfg = SchedulerConfig(
+        slots=_SLOTS.value,
+        pages=pages,
+        page_size=_PAGE_SIZE.value,
+        max_model_len=length,
+        eos_id=tokenizer.eos_id,
+        replay=ReplayRule(cfg.sliding_window, cfg.num_hidden_layers, replay),
+        prefill_tokens=prefill_tokens[-1],
+        prefill_requests=_PREFILL_REQUESTS.value,
+        prefill_every=_PREFILL_EVERY.value,
+        decode_every=_DECODE_EVERY.value,
+        max_waiting=_MAX_WAITING.value,
+        max_waiting_tokens=_MAX_WAITING_TOKENS.value,
+        prefix_cache=_PREFIX_CACHE.value,
+        deterministic=deterministic,
+        tokens_on_host=not on_device,
+        namespace=f"{cfg}{cache_cfg}{numerics}".encode() + tokenizer_hash,
+    )
     buckets = make_buckets(
         cache_cfg,
         prefill_tokens=prefill_tokens,
@@ -147,6 +170,9 @@ def _engine(model: Path, cfg: ModelConfig, tokenizer: Tokenizer, name: str) -> t
         contexts=contexts,
         bounded=replay == "bounded",
     )
+    memory_plan(cfg, cache_cfg, numerics, **options).require()
+
+    tables = None if on_device else HostEngramTables(model, cfg)
     token_map = None if on_device else compressed_ids(tokenizer, cfg)
     programs = Programs(cfg, cache_cfg, buckets, numerics, tables, token_map)
     plan = memory_plan(cfg, cache_cfg, numerics, workspace=programs.workspace_bytes, **options)
@@ -157,27 +183,7 @@ def _engine(model: Path, cfg: ModelConfig, tokenizer: Tokenizer, name: str) -> t
     usable = min(tokenizer.vocab_size, cfg.vocab_size)
     executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value)
     executor.warm_up()
-    tokenizer_hash = hashlib.sha256((model / "tokenizer.json").read_bytes()).digest()
-    scheduler = Scheduler(
-        SchedulerConfig(
-            slots=_SLOTS.value,
-            pages=pages,
-            page_size=_PAGE_SIZE.value,
-            max_model_len=length,
-            eos_id=tokenizer.eos_id,
-            replay=ReplayRule(cfg.sliding_window, cfg.num_hidden_layers, replay),
-            prefill_tokens=prefill_tokens[-1],
-            prefill_requests=_PREFILL_REQUESTS.value,
-            prefill_every=_PREFILL_EVERY.value,
-            decode_every=_DECODE_EVERY.value,
-            max_waiting=_MAX_WAITING.value,
-            max_waiting_tokens=_MAX_WAITING_TOKENS.value,
-            prefix_cache=_PREFIX_CACHE.value,
-            deterministic=deterministic,
-            tokens_on_host=not on_device,
-            namespace=f"{cfg}{cache_cfg}{numerics}".encode() + tokenizer_hash,
-        )
-    )
+    scheduler = Scheduler(scheduler_cfg)
     cache_info = {"num_gpu_blocks": pages, "block_size": _PAGE_SIZE.value, "enable_prefix_caching": _PREFIX_CACHE.value}
     observer = PrometheusObserver(name, length, cache_info)
     engine = AsyncEngine(

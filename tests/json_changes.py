@@ -1,6 +1,7 @@
-"""Requests that went wrong somewhere: one value of a good one replaced by any other."""
+"""Requests that went wrong somewhere: one value of a good one replaced by another."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from hypothesis import strategies as st
@@ -26,10 +27,22 @@ def _places(value: Any, path: tuple = ()) -> list[tuple]:
 @st.composite
 def changed(draw, good: dict) -> dict:
     """`good` with one value, at any depth, replaced."""
+    place = draw(st.sampled_from(_places(good)))
+    return _replaced(good, place, draw(_VALUES))[0]
+
+
+def replacements(good: dict, value: Any) -> Iterator[tuple[str, dict, Any]]:
+    """For each place in `good`: its dotted path, `good` with `value` there, and what was there."""
+    for place in _places(good):
+        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
+        yield path[1:], *_replaced(good, place, value)
+
+
+def _replaced(good: dict, place: tuple, value: Any) -> tuple[dict, Any]:
     body = copy.deepcopy(good)
-    *way, last = draw(st.sampled_from(_places(good)))
+    *way, last = place
     holder = body
     for key in way:
         holder = holder[key]
-    holder[last] = draw(_VALUES)
-    return body
+    before, holder[last] = holder[last], value
+    return body, before

@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 
 import numpy as np
 import pytest
-from engine_model import EOS, VOCAB, CheckingExecutor, rollout
+from engine_model import EOS, VOCAB, ChainMask, CheckingExecutor, rollout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import SMALL, Recorder, request
@@ -17,6 +18,7 @@ from dsv4jax.engine.async_engine import AsyncEngine
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.request import EngineStopped, QueueFull, RequestTooLarge
 from dsv4jax.engine.scheduler import Scheduler
+from dsv4jax.engine.token_mask import MaskError
 from dsv4jax.sampling_settings import RequestSampling
 
 LARGE = dataclasses.replace(SMALL, slots=6, pages=700, max_model_len=400, max_admissions=6)
@@ -303,6 +305,27 @@ def test_no_reader_hangs_when_the_engine_dies():
         assert not served.api._streams and not served.api._announced_choices
 
     run(test, LARGE, check_empty=False)
+
+
+def test_a_reader_sees_its_end_though_the_step_failed_that_was_made_meanwhile():
+    async def test(served):
+        class FailsWithItsStep(ChainMask):
+            def next(self, ahead=0):
+                try:
+                    return super().next(ahead)
+                except MaskError:
+                    served.executor.fail_next = 1
+                    raise
+
+        mask = functools.partial(FailsWithItsStep, waits=True, fail_after=3)
+        ends, other = await asyncio.gather(
+            read(served, endless("ends", mask=mask, tokens=9)), read(served, endless("runs", tokens=9))
+        )
+        assert served.executor.failures == 1
+        assert ends[1] == {0: "error"} and len(ends[0][0]) == 3
+        assert other[1] == {0: "length"} and len(other[0][0]) == 9
+
+    run(test)
 
 
 def test_an_engine_whose_every_step_fails_ends_its_requests_and_then_itself():

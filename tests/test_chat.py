@@ -1,6 +1,7 @@
 """Prompts of chat requests, and requests that are refused."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -182,6 +183,54 @@ def test_large_integers_are_kept():
     assert 'name="d" string="true">1000000000000000000<' in prompt
 
 
+DIGITS = st.integers(10**17, 10**22).map(str)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    numbers=st.lists(st.integers(-(10**40), 10**40) | st.integers(10**17, 10**19), min_size=1, max_size=5),
+    words=st.lists(st.one_of(DIGITS, st.sampled_from(["1000000000000000000", "-1000000000000000001"])), max_size=3),
+    escaped=st.booleans(),
+)
+def test_every_integer_and_every_digit_is_kept(numbers, words, escaped):
+    def written(word):  # JSON may spell any character with an escape
+        return '"' + "".join(f"\\u{ord(c):04x}" if escaped else c for c in word) + '"'
+
+    arguments = f'{{"n": {json.dumps(numbers)}, "w": [{", ".join(map(written, words))}]}}'
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": {"n": numbers}}}}
+    prompt = render_chat(with_call(arguments), tools=[tool])
+    assert f'name="n" string="false">{json.dumps(numbers)}<' in prompt
+    assert f'name="w" string="false">{json.dumps(words)}<' in prompt
+    assert f'"default": {{"n": {json.dumps(numbers)}}}' in prompt
+
+
+def test_many_large_integers_take_linear_time():
+    numbers = [10**20 + i for i in range(30_000)]
+    started = time.perf_counter()
+    prompt = render_chat(with_call(json.dumps({"a": numbers})), tools=[TOOL])
+    assert time.perf_counter() - started < 3  # about 0.1 s; quadratic work takes 20 s
+    assert json.dumps(numbers) in prompt
+
+
+@pytest.mark.parametrize("number", [2**64, -(10**30), 10**60])
+def test_an_error_shows_the_integer_that_was_given(number):
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": number}}}
+    with pytest.raises(ChatError, match=f" {number} is not of type"):
+        render_chat([USER], tools=[bad])
+
+
+def test_long_histories_take_linear_time():
+    messages = [USER]
+    for i in range(600):
+        call, answer = with_call('{"a": "b"}')[1:]
+        call["tool_calls"][0]["id"] = answer["tool_call_id"] = str(i)
+        messages += [call, answer | {"content": "wörd " * 400}]
+    started = time.perf_counter()
+    prompt = render_chat(messages)
+    assert time.perf_counter() - started < 5  # about 0.1 s; quadratic work takes 20 s
+    assert prompt.count("wörd") == 600 * 400
+
+
 @pytest.mark.parametrize(
     "arguments",
     ['{"a": 18446744073709551616, "b": 1e400}', '{"a": 18446744073709551616', "[" * 10**5],
@@ -247,6 +296,15 @@ def test_forced_calls(default_tokenizer, choice):
     assert [t["function"]["name"] for t in effective_tools(tools, choice)] == ["f", "g"][choice != "required" :]
 
 
+def test_many_tools_are_checked_in_linear_time():
+    many = [{"type": "function", "function": {"name": f"function_{i}"}} for i in range(60_000)]
+    started = time.perf_counter()
+    assert effective_tools(many) == many
+    assert time.perf_counter() - started < 3  # about 0.3 s; quadratic work takes 20 s
+    with pytest.raises(ChatError, match=r"function_9 and 59990 more$"):
+        effective_tools(many, {"type": "function", "function": {"name": "g"}})
+
+
 def test_no_tools_after_choice_none():
     assert render_chat([USER], tools=[TOOL], tool_choice="none") == render_chat([USER])
     assert effective_tools([TOOL], "none") == effective_tools([], None) == effective_tools(None, "auto") == []
@@ -294,7 +352,10 @@ BAD_MESSAGES = [
     (part(type="text"), "messages[0].content[1].text", "is a string"),
     (part(type="image_url"), "messages[0].content[1].image_url", "is an object"),
     (part(type="image_url", image_url={"url": 5}), "messages[0].content[1].image_url.url", "is a string"),
+    (part(type="image_url", image_url={}), "messages[0].content[1].image_url.url", "is a string"),
     (part(type="image_url", image_url={"url": "zzz"}), "messages[0]", "Unsupported image_url"),
+    (part(type="input_image", image_url="data:,", detail="x"), "messages[0].content[1].image_url.detail", "are auto"),
+    (part(type="input_image", image_url="data:,", detail=""), "messages[0].content[1].image_url.detail", "are auto"),
     ([USER, {"role": "assistant", "content": "", "tool_calls": []}], "messages[1].tool_calls", "at least one call"),
     ([{**USER, "tool_calls": call()[1]["tool_calls"]}], "messages[0].tool_calls", "on assistant messages"),
     (call(id=None), "messages[1].tool_calls[0].id", "is a string"),
@@ -331,7 +392,12 @@ BAD_OPTIONS = [
     ({"tools": [{"type": "function"}]}, "tools[0].function", "is an object"),
     (tools(name="a b"), "tools[1].function.name", "are letters"),
     (tools(name="f"), "tools[1].function.name", "no other tool has"),
+    (tools(name="a" * 129), "tools[1].function.name", "at most 128 characters"),
     (tools(description=5), "tools[1].function.description", "is a string"),
+    (tools(description=False), "tools[1].function.description", "is a string"),
+    (tools(strict="yes"), "tools[1].function.strict", "are true and false"),
+    (tools(strict=0), "tools[1].function.strict", "are true and false"),
+    (tools(strict=True), "tools[1].function.strict", "all tools are strict or none is"),
     (tools(parameters={"type": "array"}), "tools[1].function.parameters", '"type": "object"'),
     (tools(parameters={"type": "object", "x": float("nan")}), "tools[1].function", "not valid JSON"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "are text, json_object"),
@@ -351,6 +417,58 @@ def test_bad_options_are_named(bad, param, allowed):
         render_chat([USER], **bad)
     assert error.value.param == param
     assert allowed in str(error.value) and param in str(error.value)
+
+
+def nested(levels):
+    schema = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+# What DeepSeek's package refuses without saying where it is. Values that look like paths must not be taken for one.
+BAD_SCHEMAS = {
+    "type": {"type": "object", "properties": {"a": {"type": "nope"}}},
+    "no object": {"type": "object", "properties": 5},
+    "word": {"type": "object", "properties": {"a": "messages[3].content"}},
+    "keys": {"type": "object", "properties": {"tools[7]": 5}},
+    "reference": {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}},
+    "pattern": {"type": "object", "properties": {"a": {"pattern": "("}}},
+    "deep": {"type": "object", "properties": {"a": nested(100)}} | {"x": nested(125)},
+    "large": {"type": "object", "properties": {"a": "response_format " * 10_000}},
+}
+STRICT_SCHEMAS = {
+    "untyped": {"type": "object", "properties": {"a": {}}, "required": ["a"], "additionalProperties": False},
+    "open": {"type": "object", "properties": {}, "required": [], "additionalProperties": True},
+    "properties": {"type": "object", "properties": "tools[9]"},
+}
+
+
+@pytest.mark.parametrize("choice", [None, "required", {"type": "function", "function": {"name": "bad"}}], ids=str)
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize(
+    ("schema", "strict"),
+    [*((one, None) for one in BAD_SCHEMAS.values()), *((one, True) for one in STRICT_SCHEMAS.values())],
+    ids=[*BAD_SCHEMAS, *STRICT_SCHEMAS],
+)
+def test_a_schema_that_the_reference_refuses_is_named(schema, strict, place, choice):
+    good = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+    functions = [{"name": f"good_{i}", "parameters": good} for i in range(2)]
+    functions.insert(place, {"name": "bad", "parameters": schema})
+    tools = [{"type": "function", "function": function | {"strict": strict}} for function in functions]
+    with pytest.raises(ChatError) as error:
+        render_chat([USER], tools=tools, tool_choice=choice, response_format={"type": "json_object"}, thinking=False)
+    assert error.value.param == f"tools[{place}].function.parameters"
+    assert str(error.value).startswith(error.value.param) and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("schema", BAD_SCHEMAS.values(), ids=BAD_SCHEMAS)
+def test_a_response_schema_that_the_reference_refuses_is_named(schema):
+    answer_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(ChatError) as error:
+        render_chat([USER], tools=[TOOL], response_format=answer_format)
+    assert error.value.param == "response_format.json_schema.schema"
+    assert str(error.value).startswith(error.value.param) and len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize("kind", ["text", "regex", "structural_tag"])

@@ -51,13 +51,13 @@ def reply_parser(tokenizer, start, **options):
     return ReplyParser(tokenizer, header(tokenizer, start), **options)
 
 
-def deltas_of(parser, pushes) -> list[ReplyDelta]:
+def deltas_of(parser, pushes, reason="stop") -> list[ReplyDelta]:
     deltas = []
     for piece in pushes:
         if not parser.ended:
             deltas += parser.push(piece)
-    pushed, last = deltas, parser.finish()
-    assert parser.finish() == []
+    pushed, last = deltas, parser.finish(reason)
+    assert parser.finish(reason) == []
     assert all(d.text or d.channel == "tool_call" for d in [*pushed, *last[:-1]])
     return pushed + last
 
@@ -122,7 +122,7 @@ def test_replies_equal_the_reference_at_every_cut(released_tokenizer, case):
     tools = TOOLS if case["tool_calls"] else None
     for pushes in cuts(ids):
         parser = reply_parser(released_tokenizer, case["start"], tools=tools, stop=case["stop"])
-        deltas = deltas_of(parser, pushes)
+        deltas = deltas_of(parser, pushes, case["backend_finish"])
         check_case(case, parser, deltas)
         if case.get("reasoning_tokens") is not None:
             assert parser.reasoning_tokens == case["reasoning_tokens"]
@@ -139,7 +139,7 @@ def test_text_replies_equal_the_reference_at_every_cut(case):
     tools = TOOLS if case["tool_calls"] else None
     for pushes in cuts(case["raw_text"]):
         parser = TextReplyParser(case["start"], tools=tools, stop=case["stop"])
-        check_case(case, parser, deltas_of(parser, pushes))
+        check_case(case, parser, deltas_of(parser, pushes, case["backend_finish"]))
 
 
 @pytest.mark.parametrize("case", STREAM_CASES, ids=case_ids(STREAM_CASES))
@@ -266,29 +266,36 @@ CALL_PIECES = [
 
 
 @settings(deadline=None, max_examples=300)
-@given(pieces=st.lists(st.sampled_from(CALL_PIECES), max_size=14), data=st.data())
-def test_calls_do_not_depend_on_the_cuts_and_are_json_once_closed(default_tokenizer, pieces, data):
+@given(
+    pieces=st.lists(st.sampled_from(CALL_PIECES), max_size=14),
+    parallel=st.booleans(),
+    reason=st.sampled_from(["stop", "length", "abort"]),
+    data=st.data(),
+)
+def test_calls_do_not_depend_on_the_cuts_and_are_json_once_closed(default_tokenizer, pieces, parallel, reason, data):
     text = markup('{{ invoke name="f"}') + "".join(pieces)
     ids = default_tokenizer.encode(text, added_vocabulary=True).tolist()
-    parser = reply_parser(default_tokenizer, "tool_calls", tools=TOOLS)
-    whole = message(deltas_of(parser, [ids]))
+    options = {"tools": TOOLS, "parallel_tool_calls": parallel}
+    parser = reply_parser(default_tokenizer, "tool_calls", **options)
+    whole = message(deltas_of(parser, [ids], reason))
     for sequence, make in (
-        (ids, lambda: reply_parser(default_tokenizer, "tool_calls", tools=TOOLS)),
-        (text, lambda: TextReplyParser("tool_calls", tools=TOOLS)),
+        (ids, lambda: reply_parser(default_tokenizer, "tool_calls", **options)),
+        (text, lambda: TextReplyParser("tool_calls", **options)),
     ):
         at = sorted(data.draw(st.lists(st.integers(0, len(sequence)), max_size=6)))
         pushes = [sequence[a:b] for a, b in zip([0, *at], [*at, len(sequence)], strict=True)]
-        assert message(deltas_of(make(), pushes)) == whole
-    for call in whole["tool_calls"][:-1]:
+        assert message(deltas_of(make(), pushes, reason)) == whole
+    assert parallel or len(whole["tool_calls"]) == 1
+    for call in whole["tool_calls"][: None if reason == "stop" or parser.ended else -1]:
         assert isinstance(json.loads(call["arguments"]), dict)
 
 
 # ---- tool calls --------------------------------------------------------------------------------------------
 
 
-def calls_of(text, start="content", **options):
-    parser = TextReplyParser(start, tools=TOOLS, **options)
-    deltas = deltas_of(parser, text)
+def calls_of(text, reason="stop", **options):
+    parser = TextReplyParser("content", tools=TOOLS, **options)
+    deltas = deltas_of(parser, text, reason)
     return message(deltas), parser
 
 
@@ -381,7 +388,36 @@ def test_only_the_first_call_counts_without_parallel_calls(default_tokenizer):
     ],
 )
 def test_a_call_that_is_cut_keeps_its_arguments_so_far(text, arguments):
-    assert calls_of(markup("{{ calls}" + text))[0]["tool_calls"] == [{"name": "f", "arguments": arguments}]
+    for reason in ("length", "abort"):
+        (call,) = calls_of(markup("{{ calls}" + text), reason)[0]["tool_calls"]
+        assert call == {"name": "f", "arguments": arguments}
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{{ invoke name="f"', "{}"),
+        ('{{ invoke name="f"}' + parameter("a", "1", STRING), '{"a": "1"}'),
+        ('{{ invoke name="f"}' + parameter("a", "1", STRING) + '{{ parameter name="b', '{"a": "1"}'),
+        ('{{ invoke name="f"}{{ parameter name="a" string="true"}12<', '{"a": "12<"}'),
+        ('{{ invoke name="f"}{{ parameter name="a" string="false"}12', '{"a": 12}'),
+        ('{{ invoke name="f"}{{ parameter name="a" string="false"}[1, 2', '{"a": "[1, 2"}'),
+        ('{{ invoke name="f"}' + parameter("input", '{"a": 1\0', OTHER), '{"a": 1}'),
+        ('{{ invoke name="f"}{"a": 1\0<', '{"a": 1}'),
+        ('{{ invoke name="f"}{"a": ', "{}"),
+    ],
+)
+def test_a_call_that_the_model_leaves_open_is_closed(text, arguments):
+    got, _ = calls_of(markup("{{ calls}" + text).replace("\0", "}"))
+    assert got["tool_calls"] == [{"name": "f", "arguments": arguments}]
+
+
+def test_a_second_call_without_an_end_of_the_first_is_the_end_without_parallel_calls():
+    text = dsml('{{ invoke name="f"}\n{{ invoke name="f"}', "{{/ invoke}")
+    for pushes in cuts(text):
+        parser = TextReplyParser("content", tools=TOOLS, parallel_tool_calls=False)
+        assert message(deltas_of(parser, pushes))["tool_calls"] == [{"name": "f", "arguments": "{}"}]
+        assert parser.ended and parser.tool_calls_seen == 1
 
 
 def test_calls_are_streamed_as_they_arrive():
@@ -457,7 +493,7 @@ def test_which_ids_a_delta_consumes(default_tokenizer):
     assert [d.text for d in arguments] == ["{}"]
     end = [default_tokenizer.eos_id]
     assert parser.push(end) == []
-    (rest,) = parser.finish()
+    (rest,) = parser.finish("stop")
     assert (rest.channel, rest.text) == ("content", "")
     assert rest.ids == len(ids(" invoke>")) + 1
     assert parser.reasoning_tokens == len(bird) + 3
@@ -571,6 +607,59 @@ def test_stop_strings_do_not_depend_on_the_cuts(text, stop, sizes):
     assert (matcher.matched is not None) == bool(completed)
 
 
+PIECE_TEXTS = st.lists(st.sampled_from(["a", "b", "ab", "🦜", "\n", " the", "bab"]), max_size=12)
+STOPS = st.lists(st.sampled_from(["ab", "b", "ba", "🦜a", "the\n", "bab"]), min_size=1, max_size=3)
+
+
+def first_end(tokenizer, ids, stop, min_tokens) -> int | None:
+    """Number of ids after which the text holds a stop string that one after the first `min_tokens` ids completes."""
+    before = ""
+    for count in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:count]).rstrip("\ufffd")
+        ends = [end for s in stop for end in range(len(before) + 1, len(text) + 1) if text[:end].endswith(s)]
+        if ends and count > min_tokens:
+            return count
+        before = text
+    return None
+
+
+@settings(deadline=None, max_examples=200)
+@given(pieces=PIECE_TEXTS, stop=STOPS, min_tokens=st.integers(0, 12), thought=st.booleans(), data=st.data())
+def test_stop_strings_do_not_count_before_so_many_tokens(default_tokenizer, pieces, stop, min_tokens, thought, data):
+    ids = [i for piece in pieces for i in default_tokenizer.encode(piece).tolist()]
+    end = first_end(default_tokenizer, ids, stop, min_tokens)
+    at = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
+    pushes = [ids[a:b] for a, b in zip([0, *at], [*at, len(ids)], strict=True)]
+    completion, shown, consumed = CompletionText(default_tokenizer, stop=stop, min_tokens=min_tokens), "", 0
+    for push in pushes:
+        if not completion.ended:
+            text, count = completion.push(push)
+            shown, consumed = shown + text, consumed + count
+    text, count = completion.finish()
+    shown, consumed = shown + text, consumed + count
+    assert completion.ended == (end is not None) and consumed == (len(ids) if end is None else end)
+    text = default_tokenizer.decode(ids)
+    assert text.startswith(shown) if completion.ended else shown == text
+
+    # In a chat, reasoning counts: with as many tokens of it as are wanted at least, any stop string ends the answer.
+    thoughts = default_tokenizer.encode("ab" if thought else "", added_vocabulary=True).tolist()
+    thoughts = [*(thoughts * 12), default_tokenizer.control_id("</think>")]
+    answer = [i for i in ids if i != default_tokenizer.encode("\n").tolist()[0]]  # which a chat drops at the start
+    end = first_end(default_tokenizer, answer, stop, max(min_tokens - len(thoughts), 0))
+    parser = reply_parser(default_tokenizer, "reasoning", stop=stop, min_tokens=min_tokens)
+    deltas = deltas_of(parser, [thoughts, *([i] for i in answer)])
+    assert parser.ended == (end is not None)
+    assert sum(d.ids for d in deltas) == len(thoughts) + (len(answer) if end is None else end)
+
+
+def test_text_that_cannot_become_a_stop_string_is_not_held_while_none_counts():
+    matcher = StopStrings(["ab", "wxyz"])
+    matcher.enabled = False
+    assert matcher.push("ab") == "ab" and matcher.push("wxyz") == "wxyz" and matcher.push("wxy") == ""
+    matcher.enabled = True
+    assert matcher.push("z") == "" and matcher.matched == "wxyz"
+
+
 # ---- raw completions and JSON answers ------------------------------------------------------------------------
 
 
@@ -640,8 +729,42 @@ def test_ids_of_a_completion_ride_with_the_text_that_frees_them(default_tokenize
         ("", ""),
         ("{" * 100_000, "{" * 100_000),
         ("[" * 100_000, "[" * 100_000),
+        ('Take [note] or {"x": "]"} or [1', '{"x": "]"}'),
+        ('[x, {"a": 1}] {"b": 2}', '{"b": 2}'),
+        (f'It is {{"a": {"1" * 5000}}}.', f'{{"a": {"1" * 5000}}}'),
+        ('"{"', '"{"'),
     ],
-    ids=range(10),
+    ids=range(14),
 )
 def test_json_inside_an_answer(content, expected):
     assert json_content(content) == expected
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text('ab"\\[]{}', max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('a"{', max_size=2), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(JSON_VALUES, min_size=1, max_size=4), st.sampled_from(["", "Sure: ", "```json\n"]), st.data())
+def test_a_broken_answer_is_not_replaced_by_a_value_inside_it(values, before, data):
+    written = json.dumps(values)
+    cut = written[: data.draw(st.integers(1, len(written) - 1))]
+    items = [json.dumps(value) for value in values]
+    items[data.draw(st.integers(0, len(items) - 1))] = "oops"
+    for broken in (cut, f"[{', '.join(items)}]", f'{{"a": oops, "b": {written}}}', f"{{a: {written}}}"):
+        assert json_content(before + broken) == before + broken
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[1," * 900 + "1," * 300_000, "[1,x]" * 60_000, '["a' * 100_000, '["\\"' * 100_000, "{ " * 300_000, "[[" * 200_000,
+     ("[1," * 500 + "9" * 5000) * 50, '{"a":' * 50_000 + "[x" + "]" * 50_000, ("[" + " " * 1000) * 500],
+    ids=range(9),
+)  # fmt: skip
+def test_looking_for_json_takes_linear_time(content):
+    started = time.perf_counter()
+    assert json_content(content) == content
+    assert time.perf_counter() - started < 2  # at most 0.2 s

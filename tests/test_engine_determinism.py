@@ -35,7 +35,9 @@ def executor(request):
     )  # fmt: skip
     numerics = REFERENCE if request.param == "reference" else NOQUANT
     programs = Programs(model.cfg, cache_cfg, buckets, numerics, params=model.params, progress=False)
-    return JaxExecutor(model.params, programs, strict=True)
+    executor = JaxExecutor(model.params, programs, strict=True)
+    yield executor
+    executor.close()
 
 
 def make(executor, **changes):

@@ -1,15 +1,19 @@
 """The engine on the model itself: same schedule as without a device, same tokens as the request alone."""
 
 import dataclasses
+import typing
 
+import jax
 import numpy as np
 import pytest
 from golden import FLOAT32, small_model
 from test_scheduler import Recorder, assert_empty, drain
 
+from dsv4jax import batch
 from dsv4jax.cache import CacheConfig
+from dsv4jax.engine import plan, replay
 from dsv4jax.engine.engine import Engine
-from dsv4jax.engine.jax_executor import JaxExecutor
+from dsv4jax.engine.jax_executor import CompileCounter, JaxExecutor
 from dsv4jax.engine.programs import Programs, make_buckets
 from dsv4jax.engine.recording import RecordingExecutor, schedule_difference
 from dsv4jax.engine.replay import ReplayRule
@@ -47,7 +51,9 @@ def compiled():
         prefill_requests=2,
         deterministic=True,
     )
-    return JaxExecutor(model.params, programs), cfg
+    executor = JaxExecutor(model.params, programs)
+    yield executor, cfg
+    executor.close()
 
 
 class HalfMask:
@@ -123,3 +129,50 @@ def test_the_schedule_is_that_of_the_simulation_and_tokens_are_those_of_each_req
         drain(engine)
         assert alone.generated == sequence.generated
         assert alone.logprobs == sequence.logprobs
+
+
+def test_warm_up_runs_every_program(compiled, monkeypatch):
+    executor, _ = compiled
+    ran = set()
+
+    def noted(key, program):
+        def run(*arguments):
+            ran.add(key)
+            return program(*arguments)
+
+        return run
+
+    programs = executor._programs
+    monkeypatch.setattr(programs, "_compiled", {key: noted(key, p) for key, p in programs._compiled.items()})
+    executor.reset()
+    executor.warm_up(progress=False)
+    assert ran == programs._compiled.keys()
+
+
+def test_compilations_are_counted_until_the_counter_is_closed():
+    def compile_something(number):
+        jax.jit(lambda x: x + number)(np.zeros(3, np.float32))
+
+    counter, other = CompileCounter(), CompileCounter()
+    compile_something(1)
+    assert counter.count == other.count > 0
+    counter.close()
+    before = counter.count
+    compile_something(2)
+    assert counter.count == before < other.count
+    other.close()
+
+
+def test_contexts_of_as_many_pages_share_their_programs():
+    sizes = {"prefill_tokens": [32, 64], "prefill_requests": 2, "decode_requests": [2, 4]}
+    buckets = make_buckets(CACHE, contexts=[17, 24, 20, 160], **sizes)
+    assert buckets == make_buckets(CACHE, contexts=[24, 160], **sizes)
+    assert {b.pages for b in (*buckets.prefill, *buckets.decode)} == {3, 20}
+    for kind in (buckets.prefill, buckets.decode):
+        assert len(set(kind)) == len(kind)
+
+
+def test_what_engine_and_model_both_define_is_the_same():
+    """The engine imports nothing of the model, so that it runs without JAX."""
+    assert plan.NEXT_TOKEN == batch.NEXT_TOKEN
+    assert set(typing.get_args(replay.Replay)) == set(typing.get_args(batch.Replay))

@@ -1,5 +1,6 @@
 """The scheduler against an executor that checks every page, window and token it is given."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -61,10 +62,12 @@ def request(prompt, max_tokens=5, name="r", **options):
 
 
 def drain(engine, limit=5000):
+    """Steps until the engine is idle; returns what the steps told to have ended."""
+    told = []
     for _ in range(limit):
         if engine.idle:
-            return
-        engine.step()
+            return told
+        told += [s for s in engine.step() if s.finish_reason is not None]
     raise AssertionError(f"not idle after {limit} steps")
 
 
@@ -128,7 +131,7 @@ CONFIGS = st.sampled_from(
 @given(cfg=CONFIGS, depth=st.integers(1, 2), events=st.lists(EVENTS, min_size=5, max_size=40))
 def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, events):
     engine, executor = make(cfg, depth)
-    open_choices, ended_by_hand = [], set()
+    open_choices, ended_by_hand, told = [], set(), []
     for count, (kind, *args) in enumerate(events):
         if kind == "submit":
             prompt, max_tokens, n, priority, salt, mask = args
@@ -145,7 +148,7 @@ def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, events):
             open_choices += engine.submit(made)
         elif kind == "step":
             for _ in range(args[0]):
-                engine.step()
+                told += [s for s in engine.step() if s.finish_reason is not None]
         elif kind == "finish" and open_choices:
             sequence = open_choices[args[0] % len(open_choices)]
             if sequence.finish_reason is None:
@@ -157,8 +160,10 @@ def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, events):
             engine.scheduler.forget_prefixes()
         engine.scheduler.check_integrity()
     executor.fail_next = 0
-    drain(engine)
+    told += drain(engine)
     assert_empty(engine)
+    # Every choice that ended by itself was told, once: its reader would wait for ever.
+    assert collections.Counter(told) == collections.Counter(s for s in open_choices if id(s) not in ended_by_hand)
     assert executor.resets == executor.failures, "a step failed by itself"
     records = {(r.request_id, r.index): r for r in engine._observer.requests}
     assert len(records) == len(engine._observer.requests) == len(open_choices)
@@ -429,6 +434,45 @@ def test_a_mask_that_fails_ends_only_its_own_choice():
     assert (never.finish_reason, never.generated, never.error) == ("error", [], "no mask any more")
     assert (late.finish_reason, late.generated) == ("error", rollout(late.request, 0))
     assert len(late.generated) == 4
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("failure", [1, 2], ids=["dispatch", "wait"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_choice_that_ends_while_a_step_is_made_is_told_even_if_that_step_fails(failure, depth, waits):
+    engine, executor = make(SMALL, depth)
+
+    class FailsWithItsStep(ChainMask):
+        def next(self, ahead=0):
+            try:
+                return super().next(ahead)
+            except MaskError:
+                executor.fail_next = failure if ahead == 0 else 0
+                raise
+
+    mask = functools.partial(FailsWithItsStep, waits=waits, fail_after=3)
+    made = engine.submit(request([2, 3], 9, "fails", mask=mask, ignore_eos=True))
+    made += engine.submit(request([2, 4], 9, "runs", ignore_eos=True))
+    told = drain(engine)
+    assert executor.failures == 1
+    assert sorted((s.request.request_id, s.finish_reason) for s in told) == [("fails", "error"), ("runs", "length")]
+    assert [len(s.generated) for s in made] == [3, 9]
+    assert_empty(engine)
+
+
+def test_choices_that_end_in_a_step_are_told_even_if_its_record_cannot_be_kept():
+    class Failing(Recorder):
+        def step(self, record):
+            super().step(record)
+            if record.number == 4:
+                raise OSError("disk full")
+
+    engine = Engine(Scheduler(SMALL), CheckingExecutor(SMALL), Failing())
+    made = engine.submit(request([2, 3], 5, "ends", ignore_eos=True)) + engine.submit(
+        request([2, 4], 9, "runs", ignore_eos=True)
+    )
+    assert collections.Counter(drain(engine)) == collections.Counter(made)
     assert_empty(engine)
 
 

@@ -13,6 +13,12 @@ from pathlib import Path
 
 import pytest
 
+import dsv4jax
+from dsv4jax.cache import CacheConfig
+from dsv4jax.config import ModelConfig
+from dsv4jax.engine.memory_plan import memory_plan
+from dsv4jax.numerics import REFERENCE
+
 SERVE = [sys.executable, str(Path(__file__).parent.parent / "scripts" / "serve.py"), "--port=0"]
 
 
@@ -179,3 +185,78 @@ def test_what_cannot_work_is_refused_in_one_line_before_loading(flags, message):
     errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0], run.stderr
     assert "Traceback" not in run.stderr and "loading" not in run.stderr
+
+
+# Starts as often as it is told, up to the first compilation: flags and free memory in, the error or the pages out.
+UP_TO_COMPILING = """
+import json, sys
+from absl import flags
+from absl.testing import flagsaver
+from dsv4jax.engine import memory_plan
+sys.path.insert(0, sys.argv[1])
+import serve
+
+class Compiling(Exception):
+    pass
+
+def compiling(cfg, cache_cfg, *_):
+    raise Compiling(cache_cfg.pages)
+
+def free_memory(_=None):
+    return free
+
+serve.Programs = compiling
+memory_plan.available_device_memory = memory_plan.available_host_memory = free_memory
+for arguments, free in json.loads(sys.argv[2]):
+    with flagsaver.flagsaver():
+        flags.FLAGS(["serve", "--port=0", *arguments])
+        try:
+            serve._run()
+        except ValueError as error:
+            print(json.dumps(str(error)))
+        except Compiling as pages:
+            print(json.dumps(int(str(pages))))
+"""
+
+
+def up_to_compiling(*cases):
+    run = subprocess.run(
+        [sys.executable, "-c", UP_TO_COMPILING, str(Path(SERVE[1]).parent), json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_flags_that_contradict_each_other_are_refused_before_anything_is_compiled():
+    refusals = {
+        ("--prefill_every=2", "--decode_every=2"): "prefill_every = 2 and decode_every = 2: one of them must be 1",
+        ("--prefill_tokens=32",): "prefill_tokens = 32: must hold prefill_requests = 4 tiles of 16",
+        ("--prefill_tokens=256", "--prefill_requests=17"): "prefill_tokens = 256: must hold prefill_requests = 17",
+        ("--prefill_tokens=100",): "tokens = 100: must be a multiple of tile = 16",
+        ("--prefill_tokens=",): "--prefill_tokens=: must hold at least one number",
+        ("--contexts=",): "--contexts=: must hold at least one number",
+        ("--decode_requests=",): "--decode_requests=: must hold at least one number",
+        ("--decode_requests=0",): "--decode_requests: 0 must be at least 1",
+        ("--page_size=63",): "page_size = 63: must be a multiple of 2",
+    }
+    seen = up_to_compiling(*((flags, None) for flags in refusals))
+    for message, error in zip(refusals.values(), seen, strict=True):
+        assert isinstance(error, str) and message in error
+
+
+def test_the_cache_takes_what_memory_holds_but_a_full_request_at_least():
+    cfg = ModelConfig.from_checkpoint(Path(dsv4jax.__file__).parent / "default_model")
+    plan = memory_plan(cfg, CacheConfig(slots=8, pages=1, page_size=64), REFERENCE)
+    spare = 1 << 30  # for the workspace, on the CPU
+
+    def free(pages):
+        return int((plan.total - plan.pages + spare + pages * plan.pages) / plan.fraction) + 2
+
+    flags = ["--slots=8", "--max_model_len=1024"]  # 16 pages per slot
+    memory = {None: 8 * 16, free(1000): 2 * 8 * 16, free(40): 40, free(16): 16, free(5): 16, free(0): 16, 1 << 29: 16}
+    assert up_to_compiling(*((flags, bytes_) for bytes_ in memory)) == list(memory.values())
+    (refusal,) = up_to_compiling((flags, plan.total))
+    assert "not enough memory: the memory plan needs" in refusal

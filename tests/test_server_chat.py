@@ -88,6 +88,8 @@ def plain(choice: dict) -> dict:
     }
 
 
+OPEN_CALL = [*calls_markup(("look", "a", "Ulm"))[:9], EOS]
+JSON_MODE = OFF | {"response_format": {"type": "json_object"}, "messages": [{"role": "user", "content": "json"}]}
 SCRIPTS = {
     "reasoning and answer": ({}, ["Let me think. 🙂\n", "</think>", "\n\nThe answer is 日本 42 🙂.", EOS]),
     "answer only": (OFF, ["Plain text.\n", EOS]),
@@ -113,6 +115,8 @@ SCRIPTS = {
         [*calls_markup(("look", "a", "1"), ("find", "b", "2")), EOS],
     ),
     "cut call": ({"tools": TOOLS, "max_tokens": 30} | OFF, calls_markup(("look", "a", "long " * 20))),
+    "call left open": ({"tools": TOOLS} | OFF, OPEN_CALL),
+    "call left open at a stop id": ({"tools": TOOLS, "stop_token_ids": [70]} | OFF, OPEN_CALL[:-1]),
     "talk of tools": ({"tools": TOOLS} | OFF, ["Use <", "invoke> or a <", EOS]),
     "ignored end": ({"ignore_eos": True, "max_tokens": 9} | OFF, ["Go", EOS, "on", EOS, "and on and on"]),
     "hidden reasoning": ({"include_reasoning": False}, ["Secret", "</think>", "Public", EOS]),
@@ -121,10 +125,11 @@ SCRIPTS = {
         {"separate_reasoning": False, "tools": TOOLS},
         ["Thought", "</think>", *calls_markup(("look", "a", "1")), EOS],
     ),
-    "JSON without grammar": (
-        OFF | {"response_format": {"type": "json_object"}, "messages": [{"role": "user", "content": "json"}]},
-        ["Here it is:\n```json\n", '{"a": 1}', "\n```", EOS],
-    ),
+    "JSON without grammar": (JSON_MODE, ["Here it is:\n```json\n", '{"a": 1}', "\n```", EOS]),
+    "JSON without grammar, cut": (JSON_MODE | {"max_tokens": 20}, ['{"a": [1], "b": [2], "c":', " 3" * 50]),
+    "JSON without grammar, broken": (JSON_MODE, ['{"a": [1], "b": oops}', EOS]),
+    "JSON without grammar, stop string": (JSON_MODE | {"stop": ["END"]}, ['So: {"a": [1]} EN', "D", EOS]),
+    "stop string too early": (OFF | {"stop": ["\n"], "min_tokens": 9}, ["One\ntwo and more\nthree", EOS]),
 }  # fmt: skip
 
 
@@ -199,6 +204,11 @@ def test_the_parts_of_a_whole_response(default_tokenizer):
         ("inline reasoning", "Thought</think>Answer", None, ("stop", None)),
         ("inline reasoning and call", "Thought</think>", None, ("tool_calls", None)),
         ("JSON without grammar", '{"a": 1}', None, ("stop", None)),
+        ("JSON without grammar, broken", '{"a": [1], "b": oops}', None, ("stop", None)),
+        ("JSON without grammar, stop string", '{"a": [1]}', None, ("stop", "END")),
+        ("stop string too early", "One\ntwo and more", None, ("stop", "\n")),
+        ("call left open", None, None, ("tool_calls", None)),
+        ("call left open at a stop id", None, None, ("tool_calls", 70)),
     ],
 )
 def test_what_the_message_says(default_tokenizer, name, content, reasoning, finish):
@@ -227,6 +237,34 @@ def test_calls_of_a_message(default_tokenizer):
     choice = call(chat_completions, server, BODY | options)["choices"][0]
     assert [c["function"]["name"] for c in choice["message"]["tool_calls"]] == ["look"]
     assert choice["finish_reason"] == "tool_calls" and len(server.engine.stopped) == 1
+
+
+@pytest.mark.parametrize("name", ["call left open", "call left open at a stop id"])
+def test_the_arguments_of_a_call_left_open_are_json(default_tokenizer, name):
+    options, parts = SCRIPTS[name]
+    server = context(default_tokenizer, text_ids(default_tokenizer, *parts) + [70] * ("stop id" in name))
+    (made,) = call(chat_completions, server, BODY | options)["choices"][0]["message"]["tool_calls"]
+    assert json.loads(made["function"]["arguments"]) == {"a": "Ulm</"}
+
+
+def test_json_that_the_token_limit_cuts_is_given_as_it_is(default_tokenizer):
+    options, parts = SCRIPTS["JSON without grammar, cut"]
+    ids = text_ids(default_tokenizer, *parts)
+    choice = call(chat_completions, context(default_tokenizer, ids), BODY | options)["choices"][0]
+    assert choice["message"]["content"] == default_tokenizer.decode(ids[:20])
+    assert choice["finish_reason"] == "length" and "[2]" in choice["message"]["content"]
+
+
+@pytest.mark.parametrize("wanted", range(14))
+def test_tokens_of_the_reasoning_count_for_stop_strings(default_tokenizer, wanted):
+    thought = [*text_ids(default_tokenizer, "Hm"), default_tokenizer.control_id("</think>")]
+    answer = text_ids(default_tokenizer, "a", "\n", "b", "\n", "c", "\n", EOS)
+    body = BODY | {"stop": ["\n"], "min_tokens": wanted}
+    response = call(chat_completions, context(default_tokenizer, thought + answer), body)
+    ends = [len(thought) + count for count in (2, 4, 6) if len(thought) + count > wanted]
+    count = ends[0] if ends else len(thought) + len(answer)
+    assert response["usage"]["completion_tokens"] == count > 0
+    assert response["choices"][0]["stop_reason"] == ("\n" if ends else None)
 
 
 @pytest.mark.parametrize("case", REPLY_CASES, ids=lambda case: case["id"])
@@ -350,6 +388,10 @@ def test_logprobs_of_the_prompt(default_tokenizer):
     assert rows[0] is None and len(rows) == len(prompt)
     for row, token_id in zip(rows[1:], prompt[1:], strict=True):
         assert row[str(token_id)]["logprob"] == logprob(token_id) and len(row) in (2, 3)
+        ranks = {str(i): rank for rank, (i, _) in enumerate(best(token_id, 2), 1)}
+        for name, entry in row.items():
+            assert set(entry) == {"logprob", "rank", "decoded_token"} and entry["rank"] == ranks.get(name)
+    assert {len(row) for row in rows[1:]} == {2, 3}
 
 
 def test_each_chunk_can_carry_the_usage_so_far(default_tokenizer):
@@ -630,6 +672,8 @@ def test_a_forced_call_is_made(default_tokenizer, grammars, thinking):
         ({"structured_outputs": {"regex": "a"}, "tools": TOOLS, "tool_choice": "required"}, "structured_outputs"),
         ({"bad_words": [" "]}, "bad_words"),
         ({"allowed_token_ids": [5], "thinking_token_budget": 1}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1], "min_tokens": 1} | OFF, "min_tokens"),
+        ({"allowed_token_ids": [9], "stop_token_ids": [9], "min_tokens": 1} | OFF, "min_tokens"),
     ],
 )
 def test_constraints_that_cannot_be_kept_are_refused(default_tokenizer, grammars, change, param):

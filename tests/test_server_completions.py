@@ -21,6 +21,7 @@ SCRIPTS = {
     "length inside a character": ({"max_tokens": 2}, ["🙂🙂🙂"]),
     "stop string": ({"stop": ["delta echo"]}, ["alpha delt", "a ech", "o rest", EOS]),
     "stop string included": ({"stop": "STOP", "include_stop_str_in_output": True}, ["A STOP b", EOS]),
+    "stop string too early": ({"stop": ["\n"], "min_tokens": 9}, ["One\ntwo and more\nthree", EOS]),
     "stop string almost": ({"stop": ["ABCD"]}, ["x ABC", EOS]),
     "markup is text": ({"stop": ["</think>"]}, ["<think>", "So", "</think>", "it", EOS]),
     "stop id": ({"stop_token_ids": [70]}, ["Text"]),
@@ -219,6 +220,18 @@ def test_minus_infinity_is_a_number(default_tokenizer):
     server.engine._chunks = hopeless
     choice = call(completions, server, {"prompt": "a", "logprobs": 1})["choices"][0]
     assert choice["logprobs"]["token_logprobs"] == [-9999.0] * 2
+
+
+@pytest.mark.parametrize("wanted", range(9))
+def test_stop_strings_count_after_as_many_tokens_as_are_wanted(default_tokenizer, wanted):
+    ids = text_ids(default_tokenizer, "a", "\n", "b", "\n", "c", "\n", EOS)
+    body = {"prompt": "x", "stop": ["\n"], "min_tokens": wanted}
+    response = call(completions, context(default_tokenizer, ids), body)
+    count = next((count for count in (2, 4, 6) if count > wanted), len(ids))
+    choice = response["choices"][0]
+    assert response["usage"]["completion_tokens"] == count
+    assert choice["text"] == ("a\nb\nc\n" if count == len(ids) else "a\nb\nc"[: count - 1])
+    assert choice["stop_reason"] == (None if count == len(ids) else "\n")
 
 
 # ---- long prompts --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from json_changes import changed
 from named_events import call
 from server_api import break_after_first_chunk, context, text_ids
-from test_server_chat import BODY, EOS, calls_markup
+from test_server_chat import BODY, EOS, OPEN_CALL, calls_markup
 from test_server_chat import TOOLS as CHAT_TOOLS
 
 from dsv4jax.server.chat_completions import chat_completions
@@ -152,6 +152,7 @@ SCRIPTS = {
         [*calls_markup(("look", "a", "1"), ("find", "b", "2")), EOS],
         "tool_use",
     ),
+    "call left open": (OFF | {"tools": TOOLS}, OPEN_CALL, "tool_use"),
     "cut call": (
         OFF | {"tools": TOOLS, "max_tokens": 60},
         calls_markup(("look", "a", "1"), ("find", "b", "long " * 40)),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from json_changes import changed
 from named_events import call
 from server_api import best, context, logprob, text_ids
-from test_server_chat import BODY, EOS, calls_markup
+from test_server_chat import BODY, EOS, OPEN_CALL, calls_markup
 from test_server_chat import TOOLS as CHAT_TOOLS
 
 from dsv4jax.server.chat_completions import chat_completions
@@ -144,6 +144,7 @@ SCRIPTS = {
         OFF | {"tools": TOOLS, "parallel_tool_calls": False},
         [*calls_markup(("look", "a", "1"), ("find", "b", "2")), EOS],
     ),
+    "call left open": (OFF | {"tools": TOOLS}, OPEN_CALL),
     "cut call": (OFF | {"tools": TOOLS, "max_output_tokens": 30}, calls_markup(("look", "a", "long " * 20))),
 }
 

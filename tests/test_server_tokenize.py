@@ -64,6 +64,21 @@ def test_without_the_generation_prompt(default_tokenizer, options, removed):
     assert default_tokenizer.token_bytes(whole) == default_tokenizer.token_bytes(cut) + removed.encode()
 
 
+@pytest.mark.parametrize("thinking", ["enabled", "disabled"])
+@pytest.mark.parametrize("task", ["action", "query", "authority", "domain", "title", "read_url"])
+def test_a_task_is_part_of_the_generation_prompt(default_tokenizer, task, thinking):
+    messages = [*MESSAGES, {"role": "user", "content": "more", "task": task}]
+    body = {"messages": messages, "thinking": {"type": thinking}}
+    whole = call(tokenize, context(default_tokenizer), body)["tokens"]
+    cut = call(tokenize, context(default_tokenizer), body | {"add_generation_prompt": False})["tokens"]
+    messages[-1] = {"role": "user", "content": "more"}
+    assert cut == call(tokenize, context(default_tokenizer), body | {"add_generation_prompt": False})["tokens"]
+    assert whole[: len(cut)] == cut and default_tokenizer.token_bytes(cut).endswith(b"more")
+    think = "<think>" if thinking == "enabled" else "</think>"
+    header = [f"<｜Assistant｜>{think}"] if task == "action" else []
+    assert default_tokenizer.token_bytes(whole[len(cut) :]).decode() == "".join([*header, f"<｜{task}｜>"])
+
+
 def test_a_continued_message(default_tokenizer):
     messages = [*MESSAGES, {"role": "assistant", "content": "So"}]
     body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}

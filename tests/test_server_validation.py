@@ -10,8 +10,10 @@ from dsv4jax.server.body import MAX_DEPTH, MOST_PROBLEMS
 from dsv4jax.server.chat_completions import chat_completions
 from dsv4jax.server.completions import completions
 from dsv4jax.server.errors import ApiError
+from dsv4jax.server.messages import messages
 from dsv4jax.server.prompts import MAX_CHOICES
 from dsv4jax.server.responses import responses
+from dsv4jax.server.tokenize import detokenize
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -216,12 +218,34 @@ def test_null_is_absent_and_unknown_fields_are_ignored(default_tokenizer, route)
 @pytest.mark.parametrize("route", [chat_completions, completions])
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"null", b'"x"', b'{"a": NaN}', b'{"a": 1e999}', b"\xff", b'{"a": "\xff"}', b'{"a": "\\ud800"}',
+    [b"", b"{", b"[]", b"null", b'"x"', b'{"a": NaN}', b"\xff", b'{"a": "\xff"}', b'{"a": "\\ud800"}',
      b"[" * 100_000, b'{"messages": ' + b"[" * 100_000, b'{"prompt": [1 2]}', b'{"prompt": [01]}', b'{"n": 1} x'],
 )  # fmt: skip
 def test_a_body_that_is_no_json_object_is_refused(default_tokenizer, route, body):
     error = refused(route, context(default_tokenizer), body)
     assert (error.status, error.code, error.param) == (400, "invalid_json", None)
+
+
+@pytest.mark.parametrize(
+    ("route", "text", "param"),
+    [
+        (chat_completions, b'"temperature": 1e999', "temperature"),
+        (chat_completions, b'"seed": ' + b"9" * 5000, "seed"),
+        (chat_completions, b'"tools": [{"a": -1e999}]', "tools"),
+        (completions, b'"logit_bias": {"5": 1e999}', "logit_bias"),
+        (completions, b'"prompt": [1, 1e999]', "prompt"),
+        (completions, b'"prompt": ["a", 1e999]', "prompt[1]"),
+        (completions, b'"' + b"x" * 5000 + b'": 1e999', "x" * 100),
+        (responses, b'"top_p": 1e999', "top_p"),
+        (messages, b'"thinking": {"budget_tokens": 1e999}', "thinking"),
+        (detokenize, b'"tokens": [1e999]', "tokens"),
+    ],
+    ids=lambda case: repr(case)[:30] if isinstance(case, bytes) else None,
+)
+def test_a_number_out_of_range_is_told_by_its_field(default_tokenizer, route, text, param):
+    error = refused(route, context(default_tokenizer), b"{" + text + b"}")
+    assert (error.status, error.code, error.param) == (400, "invalid_value", param)
+    assert error.message.startswith(param) and len(error.message) < 500 and "1.8e+308" in error.message
 
 
 @pytest.mark.parametrize("route", [chat_completions, completions])

@@ -5,9 +5,9 @@ What the chat page requires beyond it (numeric efforts, kept reasoning, forced c
 integers) is done around it.
 """
 
-import itertools
 import json
 import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ from dsv4jax.chat.request import (
     forced_tool_name,
     normal_messages,
     parsed_json,
+    place_of_tool,
+    shortened,
     to_json,
 )
 from dsv4jax.tokenizer import BOS, EOS, TokenIds, Tokenizer
@@ -48,7 +50,7 @@ ReplyStart = Literal["reasoning", "reasoning_continuation", "content", "content_
 Segment = tuple[str, bool]  # text, is it a control token
 
 _EFFORT_LINE = "Reasoning Effort: {} ("
-_ERROR_PATH = re.compile(r"\b(?:messages|tools|tool_choice|response_format)\b(?:\[\d+\]|\.\w+)*")
+_REFUSED_MESSAGE = re.compile(r"\.(messages\[\d+\]): ")
 
 
 def encode_chat(
@@ -184,42 +186,68 @@ def _segments(
         request["tools"] = listed
     if answer_format:
         request["response_format"] = answer_format
-    body, originals = _protect_large_integers(to_json("messages", request))
+    body, restored = _protect_large_integers(to_json("messages", request))
 
-    segments = _render(body)
+    try:
+        segments = _render(body)
+    except (deepseek_recipe.ConversionError, ValueError) as error:
+        message = restored(str(error))  # may hold any value of the client's
+        param = _refused_field(request, tools, message)
+        message = shortened(message.removeprefix(f".{param}: "))
+        raise ChatError(f"{param or 'bad chat request'}: {message}", param) from error
     if thinking:
         segments = _with_effort(segments, effort)
         if not drop_thinking and not listed:
             segments = _with_reasoning(segments, normal)
     if task:
         segments = [*(segments if task == "action" else segments[:-2]), (TASK_TOKENS[task], True)]
-    for stand_in, original in originals.items():
-        segments = [(text.replace(stand_in, original), is_control) for text, is_control in segments]
-    return segments
+    return [(restored(text), is_control) for text, is_control in segments]
 
 
 def _render(body: str) -> list[Segment]:
+    """What `deepseek-recipe` makes of a request; raises its ConversionError, or ValueError."""
     special_tokens = deepseek_recipe.SpecialTokens(image=IMAGE)
-    options = deepseek_recipe.ConversionOptions().with_special_tokens(special_tokens)
     encoding = deepseek_recipe.DeepseekV41Encoding().with_special_tokens(special_tokens)
-    try:
-        conversation = deepseek_recipe.ChatCompletionRequest(body).convert(options).conversation
-    except (deepseek_recipe.ConversionError, ValueError) as error:
-        field = _ERROR_PATH.search(str(error))
-        raise ChatError(f"bad chat request: {error}", field and field.group()) from error
-    rendered = encoding.render_conversation(conversation)
+    rendered = encoding.render_conversation(_converted(body))
+    prompt = rendered.prompt  # a copy at each access
     segments, done = [], 0
     for start, end in rendered.special_ranges:
-        control = rendered.prompt[start:end]
+        control = prompt[start:end]
         if control not in CHAT_TOKENS:  # grounding markup of an earlier answer: text (chat section 2.11)
             continue
         if done < start:
-            segments.append((rendered.prompt[done:start], False))
+            segments.append((prompt[done:start], False))
         segments.append((control, True))
         done = end
-    if done < len(rendered.prompt):
-        segments.append((rendered.prompt[done:], False))
+    if done < len(prompt):
+        segments.append((prompt[done:], False))
     return segments
+
+
+def _converted(body: str) -> deepseek_recipe.Conversation:
+    options = deepseek_recipe.ConversionOptions().with_special_tokens(deepseek_recipe.SpecialTokens(image=IMAGE))
+    return deepseek_recipe.ChatCompletionRequest(body).convert(options).conversation
+
+
+def _refused_field(request: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, message: str) -> str | None:
+    """The path of what `deepseek-recipe` refuses in a request, which its message mostly does not tell."""
+    if match := _REFUSED_MESSAGE.match(message):
+        return match[1]
+    alone = {"model": request["model"], "messages": [{"role": "user", "content": "json"}]}
+    for tool in request.get("tools", ()):
+        if _is_refused(alone | {"tools": [tool]}):
+            return f"{place_of_tool(tools, tool)}.function.parameters"
+    if "response_format" in request and _is_refused(alone | {"response_format": request["response_format"]}):
+        return "response_format.json_schema.schema"
+    return "response_format" if "'response_format'" in message else None  # JSON mode without the word
+
+
+def _is_refused(request: Mapping[str, Any]) -> bool:
+    try:
+        _converted(to_json("messages", request))
+    except (deepseek_recipe.ConversionError, ValueError):
+        return True
+    return False
 
 
 def _with_effort(segments: list[Segment], effort: int) -> list[Segment]:
@@ -245,31 +273,42 @@ def _with_reasoning(segments: list[Segment], messages: Iterable[Message]) -> lis
     return kept
 
 
-def _protect_large_integers(body: str) -> tuple[str, dict[str, str]]:
-    """Replaces integers beyond 64 bits, which `deepseek-recipe` prints as floats, by unused smaller ones.
+def _protect_large_integers(body: str) -> tuple[str, Callable[[str], str]]:
+    """Replaces integers beyond 64 bits, which `deepseek-recipe` prints as floats, by smaller ones.
 
-    Returns the new body and stand-in -> original digits (chat section 2.7).
+    Returns the new body, and what puts the integers back into a text made of it (chat section 2.7).
     """
     if not re.search(r"\d{19}", body):
-        return body, {}
+        return body, lambda text: text
+    # Drawn at random, as JSON has escapes: a number that the body holds may not be seen in its text.
+    prefix = _random_prefix()
+    while prefix in body:
+        prefix = _random_prefix()
     originals: dict[str, str] = {}
-    unused = (n for n in itertools.count(10**18) if str(n) not in body)
 
     def stand_in(digits: str) -> int:
         number = int(digits)
         if -(2**63) <= number < 2**64:
             return number
-        number = next(unused)
-        originals[str(number)] = digits
-        return number
+        short = f"{prefix}{len(originals):09d}"
+        originals[short] = digits
+        return int(short)
 
     def protected(arguments: str) -> str:
         parsed = parsed_json(arguments, parse_int=stand_in)
         return to_json("arguments", parsed) if isinstance(parsed, dict) else arguments
 
+    def restored(text: str) -> str:
+        return re.sub(rf"{prefix}\d{{9}}", lambda match: originals.get(match[0], match[0]), text)
+
     request = json.loads(body, parse_int=stand_in)
     _change_arguments(request["messages"], protected)
-    return to_json("messages", request), originals
+    return to_json("messages", request), restored
+
+
+def _random_prefix() -> str:
+    """The first ten of the 19 digits of a stand-in, which is below 2**63."""
+    return str(10**9 + secrets.randbelow(8 * 10**9))
 
 
 def _change_arguments(messages: Iterable[Message], change: Callable[[str], str]) -> None:

@@ -11,6 +11,7 @@ from dsv4jax.chat.tool_calls import CallDelta, ToolCallParser
 from dsv4jax.tokenizer import StreamDecoder, TokenIds, Tokenizer, check_ids
 
 Tools = Sequence[Mapping[str, Any]]
+EndReason = Literal["stop", "length", "abort"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class ReplyDelta:
 
 
 class _Parser:
-    """What both parsers say of the reply, which `_Reply` reads as text and control tokens."""
+    """What both parsers share: the reply, which `_Reply` reads as text and control tokens."""
 
     def __init__(
         self,
@@ -43,7 +44,8 @@ class _Parser:
         include_stop_str: bool,
         parallel_tool_calls: bool,
     ):
-        self._reply = _Reply(start, tools or (), StopStrings(stop, include=include_stop_str), parallel_tool_calls)
+        self._stop = StopStrings(stop, include=include_stop_str)
+        self._reply = _Reply(start, tools or (), self._stop, parallel_tool_calls)
 
     @property
     def ended(self) -> bool:
@@ -81,6 +83,7 @@ class ReplyParser(_Parser):
         tools: Tools | None = None,
         stop: Sequence[str] = (),
         include_stop_str: bool = False,
+        min_tokens: int = 0,
         parallel_tool_calls: bool = True,
     ):
         """Starts where `prompt_ids` ends.
@@ -90,6 +93,7 @@ class ReplyParser(_Parser):
             their markup stays in the answer.
           stop: strings that end the answer. They do not count in reasoning and calls.
           include_stop_str: output the stop string itself.
+          min_tokens: a stop string that one of the first so many ids completes does not count.
           parallel_tool_calls: False ends the reply after its first call.
 
         Raises:
@@ -99,6 +103,7 @@ class ReplyParser(_Parser):
         super().__init__(start, tools, stop, include_stop_str, parallel_tool_calls)
         self._tokenizer = tokenizer
         self._decoder = StreamDecoder(tokenizer)
+        self._left = min_tokens  # ids that cannot end the reply
         self._think_end, self._dsml = tokenizer.control_id(THINK_END), tokenizer.control_id(DSML)
         self._silent = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
 
@@ -124,11 +129,15 @@ class ReplyParser(_Parser):
                 break
         return _joined(deltas)
 
-    def finish(self) -> list[ReplyDelta]:
-        """Ends the reply and returns everything held back; an incomplete character becomes one U+FFFD."""
-        return _joined([*self._flush_decoder(), *self._reply.finish()])
+    def finish(self, reason: EndReason = "length") -> list[ReplyDelta]:
+        """Ends the reply and returns everything held back; an incomplete character becomes one U+FFFD.
+
+        With "stop", a call that is still open is closed, and its arguments are JSON; otherwise they are those so far.
+        """
+        return _joined([*self._flush_decoder(), *self._reply.finish(reason)])
 
     def _take(self, token_id: int) -> list[ReplyDelta]:
+        self._stop.enabled, self._left = self._left <= 0, self._left - 1
         sources = self._reply.sources
         if token_id in self._silent:
             sources.add_silent()
@@ -198,10 +207,10 @@ class TextReplyParser(_Parser):
             text = text[at + len(spelling) :]
         return _joined(deltas)
 
-    def finish(self) -> list[ReplyDelta]:
-        """Ends the reply and returns everything held back."""
+    def finish(self, reason: EndReason = "length") -> list[ReplyDelta]:
+        """Ends the reply and returns everything held back; `reason` as in `ReplyParser.finish`."""
         held, self._held = self._held, ""
-        return _joined([*([] if self.ended else self._reply.text(held)), *self._reply.finish()])
+        return _joined([*([] if self.ended else self._reply.text(held)), *self._reply.finish(reason)])
 
 
 class _Reply:
@@ -214,9 +223,8 @@ class _Reply:
         self.sources = TextSources()
         self.reasoning_tokens = 0
         self._stop = stop
-        self._parallel = parallel_tool_calls
         self._calls_allowed = bool(tools)
-        self._calls = ToolCallParser(tools)
+        self._calls = ToolCallParser(tools, parallel=parallel_tool_calls)
         self._state: Literal["reasoning", "content", "calls"] = "content"
         if start.startswith("reasoning"):
             self._state = "reasoning"
@@ -228,7 +236,7 @@ class _Reply:
 
     @property
     def ended(self) -> bool:
-        return self._stop.matched is not None or (self._calls.closed > 0 and not self._parallel)
+        return self._stop.matched is not None or self._calls.ended
 
     @property
     def stop_string(self) -> str | None:
@@ -278,9 +286,9 @@ class _Reply:
         self._state = "calls"
         return deltas + self._call_deltas(self._calls.marker())
 
-    def finish(self) -> list[ReplyDelta]:
+    def finish(self, reason: EndReason) -> list[ReplyDelta]:
         if self._state == "calls":
-            deltas = self._call_deltas(self._calls.finish())
+            deltas = self._call_deltas(self._calls.finish(cut=reason != "stop"))
         elif self.ended:
             deltas = []
         else:

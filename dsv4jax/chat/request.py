@@ -15,7 +15,11 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image_url", "input_image")
 _FORMATS = ("text", "json_object", "json_schema", "regex", "structural_tag")
+_IMAGE_DETAILS = ("auto", "low", "high", "original")
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+_MAX_TOOL_NAME = 128  # of deepseek-recipe
+_MOST_SHOWN = 100
+_MOST_NAMES = 10
 
 
 class ChatError(ValueError):
@@ -30,10 +34,18 @@ class ChatError(ValueError):
         self.param = param
 
 
+def shortened(text: str, most: int = 200) -> str:
+    """At most `most` characters of a text that may be the client's, for an error message."""
+    return text if len(text) <= most else text[:most] + "..."
+
+
 def bad_value(param: str, value: Any, allowed: str) -> ChatError:
     """An error that names the field, its value (shortened) and what is allowed."""
-    shown = repr(value)
-    return ChatError(f"{param} is {shown if len(shown) <= 100 else shown[:100] + '...'}: allowed {allowed}", param)
+    return ChatError(f"{param} is {_shown(value)}: allowed {allowed}", param)
+
+
+def _shown(value: Any) -> str:
+    return shortened(repr(value), _MOST_SHOWN)
 
 
 # ---- thinking and effort -----------------------------------------------------------------------------------
@@ -200,8 +212,13 @@ def _normal_part(where: str, part: Any) -> dict[str, Any]:
         image = {"url": image, "detail": part.get("detail")}
     if not isinstance(image, Mapping):
         raise bad_value(f"{where}.image_url", image, 'is an object {"url": ...}')
-    image = {key: _checked_text(f"{where}.image_url.{key}", image[key]) for key in ("url", "detail") if image.get(key)}
-    return {"type": "image_url", "image_url": image}
+    url = {"url": _checked_text(f"{where}.image_url.url", image.get("url"))}
+    detail = image.get("detail")
+    if detail is None:
+        return {"type": "image_url", "image_url": url}
+    if detail not in _IMAGE_DETAILS:
+        raise bad_value(f"{where}.image_url.detail", detail, f"are {', '.join(_IMAGE_DETAILS)}")
+    return {"type": "image_url", "image_url": url | {"detail": detail}}
 
 
 def _normal_calls(where: str, calls: Any) -> list[dict[str, Any]]:
@@ -242,7 +259,7 @@ def _check_tool_results(messages: list[dict[str, Any]]) -> None:
                 raise bad_value(f"messages[{i}].tool_call_id", message["tool_call_id"], allowed)
         elif open_calls:
             call_id, path = next(iter(open_calls.items()))
-            raise ChatError(f"{path} with id {call_id!r} has no result: tool messages must follow directly", path)
+            raise ChatError(f"{path} with id {_shown(call_id)} has no result: tool messages must follow directly", path)
         for j, call in enumerate(message.get("tool_calls", ())):
             open_calls[call["id"]] = f"messages[{i}].tool_calls[{j}]"
 
@@ -263,9 +280,14 @@ def effective_tools(
     names = _checked_tool_names(tools or [])
     name = forced_tool_name(tool_choice)
     if not names and name is not None:
-        raise ChatError(f"tool_choice is {tool_choice!r} but there are no tools: allowed are auto, none", "tool_choice")
+        raise ChatError(
+            f"tool_choice is {_shown(tool_choice)} but there are no tools: allowed are auto, none", "tool_choice"
+        )
     if name and name not in names:
-        raise bad_value("tool_choice.function.name", name, f"are the names of tools: {', '.join(names)}")
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        raise bad_value(
+            "tool_choice.function.name", name, f"are the names of tools: {', '.join(names[:_MOST_NAMES])}{more}"
+        )
     if tool_choice == "none":
         return []
     return [tool for tool, n in zip(tools or [], names, strict=True) if not name or n == name]
@@ -290,7 +312,7 @@ def forced_tool_name(tool_choice: str | Mapping[str, Any] | None) -> str | None:
 
 
 def _checked_tool_names(tools: Sequence[Any]) -> list[str]:
-    names: list[str] = []
+    names: dict[str, None] = {}  # in order
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
@@ -302,16 +324,28 @@ def _checked_tool_names(tools: Sequence[Any]) -> list[str]:
         name = function.get("name")
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
             raise bad_value(f"{where}.function.name", name, "are letters, digits, _ and -")
+        if len(name) > _MAX_TOOL_NAME:
+            raise bad_value(f"{where}.function.name", name, f"is a name of at most {_MAX_TOOL_NAME} characters")
         if name in names:
             raise bad_value(f"{where}.function.name", name, "is a name that no other tool has")
-        if not isinstance(function.get("description") or "", str):
-            raise bad_value(f"{where}.function.description", function["description"], "is a string")
+        for key, kind, allowed in (("description", str, "is a string"), ("strict", bool, "are true and false")):
+            if function.get(key) is not None and not isinstance(function[key], kind):
+                raise bad_value(f"{where}.function.{key}", function[key], allowed)
         parameters = function.get("parameters")
         if parameters is not None and not (isinstance(parameters, Mapping) and parameters.get("type") == "object"):
             raise bad_value(f"{where}.function.parameters", parameters, 'is a JSON schema with "type": "object"')
         to_json(f"{where}.function", function)
-        names.append(name)
-    return names
+        names[name] = None
+    strict = [bool(tool["function"].get("strict")) for tool in tools]
+    if len(set(strict)) > 1:
+        param = f"tools[{strict.index(not strict[0])}].function.strict"
+        raise bad_value(param, not strict[0], f"is {strict[0]}, as in tools[0]: all tools are strict or none is")
+    return list(names)
+
+
+def place_of_tool(tools: Sequence[Mapping[str, Any]], effective: Mapping[str, Any]) -> str:
+    """The path in the request of a tool that `effective_tools` gave."""
+    return next(f"tools[{i}]" for i, tool in enumerate(tools) if tool is effective)
 
 
 def checked_response_format(response_format: Any) -> Mapping[str, Any] | None:

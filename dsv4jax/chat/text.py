@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from dsv4jax.tokenizer import StreamDecoder, TokenIds, Tokenizer, check_ids
 
-_OBJECT_OR_LIST = re.compile(r'\{\s*["}]|\[\s*[\]\[{"tfn\d-]')
+_OPENING = re.compile(r"[\[{]")
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
 
 class StopStrings:
@@ -19,6 +20,7 @@ class StopStrings:
     Attributes:
       matched: the stop string that was found, otherwise None.
       held: the text that may still become a stop string.
+      enabled: while false, text that completes a stop string is output like any other.
     """
 
     def __init__(self, stop: Sequence[str], *, include: bool = False):
@@ -31,6 +33,7 @@ class StopStrings:
             raise ValueError(f"stop is {stop!r}: it must be a sequence of non-empty strings")
         self.matched: str | None = None
         self.held = ""
+        self.enabled = True
         self._stop = tuple(stop)
         self._include = include
         self._longest = max(map(len, self._stop), default=1)
@@ -39,9 +42,12 @@ class StopStrings:
         """The text that is certain to be output. Nothing follows once `matched` is set."""
         if self.matched is not None or not text:
             return ""
+        known = len(self.held)
         text = self.held + text
-        ends = {at + len(s): s for s in reversed(self._stop) if (at := text.find(s)) >= 0}
-        if ends:
+        # Those that the new text completes.
+        found = [(text.find(s, max(known - len(s) + 1, 0)), s) for s in reversed(self._stop)]
+        ends = {at + len(s): s for at, s in found if at >= 0}
+        if ends and self.enabled:
             end = min(ends)
             self.matched, self.held = ends[end], ""
             return text[:end] if self._include else text[: end - len(self.matched)]
@@ -55,7 +61,7 @@ class StopStrings:
         return held
 
     def _may_start(self, tail: str) -> bool:
-        return any(s.startswith(tail) for s in self._stop)
+        return any(len(tail) < len(s) and s.startswith(tail) for s in self._stop)
 
 
 class TextSources:
@@ -126,9 +132,21 @@ class CompletionText:
       ended: True once a stop string was found: nothing more is part of the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), include_stop_str: bool = False):
-        """Raises ValueError if a stop string is empty."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        include_stop_str: bool = False,
+        min_tokens: int = 0,
+    ):
+        """A stop string that one of the first `min_tokens` ids completes does not count.
+
+        Raises:
+          ValueError: a stop string is empty.
+        """
         self._tokenizer = tokenizer
+        self._left = min_tokens  # ids that cannot end the text
         self._decoder = StreamDecoder(tokenizer)
         self._stop = StopStrings(stop, include=include_stop_str)
         self._sources = TextSources()
@@ -155,6 +173,7 @@ class CompletionText:
             raise ValueError("the text has ended: no further ids can be pushed")
         texts, consumed = [], 0
         for token_id in check_ids(ids, self._tokenizer.vocab_size):
+            self._stop.enabled, self._left = self._left <= 0, self._left - 1
             text = self._decoder.push([token_id])
             self._sources.add(len(text))
             shown = self._stop.push(text)
@@ -172,25 +191,38 @@ class CompletionText:
 
 
 def json_content(content: str) -> str:
-    """The JSON value inside the finished answer of a JSON mode without a grammar (chat section 3.6).
+    """The JSON value inside the complete answer of a JSON mode without a grammar (chat section 3.6).
 
-    A fence or prose around the value is removed. Of several values the longest counts; an answer without an
-    object or list is returned unchanged.
+    A fence or prose around the value is removed. Of several values the longest counts. A broken object or list is
+    never replaced by a value inside it; an answer without another one is returned unchanged.
     """
-    decoder = json.JSONDecoder()
-    try:
-        decoder.decode(content)
+    if _is_json(content):
         return content
-    except (ValueError, RecursionError):
-        pass
     best, at = "", 0
-    while found := _OBJECT_OR_LIST.search(content, at):
-        try:
-            at = decoder.raw_decode(content, found.start())[1]
-        except RecursionError:
-            break
-        except ValueError:
-            at = found.start() + 1
-            continue
-        best = max(best, content[found.start() : at], key=len)
+    while found := _OPENING.search(content, at):
+        at = _end_of_brackets(content, found.start())
+        value = content[found.start() : at]
+        if len(value) > len(best) and _is_json(value):
+            best = value
     return best or content
+
+
+def _end_of_brackets(content: str, start: int) -> int:
+    """The place after the bracket that closes the one at `start`, or the end of the content."""
+    depth = 0
+    for part in _STRING_OR_BRACKET.finditer(content, start):
+        if part[0] in "[{":
+            depth += 1
+        elif part[0] in "]}":
+            depth -= 1
+        if not depth:
+            return part.end()
+    return len(content)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_int=str, parse_float=str)  # not converted: long integers would be refused
+        return True
+    except (ValueError, RecursionError):
+        return False

@@ -35,16 +35,19 @@ class ToolCallParser:
     Attributes:
       opened: number of calls whose name is known.
       closed: number of calls that are complete.
+      ended: the only call allowed is complete: nothing more is read.
     """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()):
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = (), *, parallel: bool = True):
+        """With `parallel` false, only one call is allowed."""
         self.opened = self.closed = 0
+        self._parallel = parallel
         self._parameters = {
             tool["function"]["name"]: frozenset((tool["function"].get("parameters") or {}).get("properties") or ())
             for tool in tools
         }
-        # "between": text between tags. "tag": after `<｜DSML｜` in a call, kind not yet known; "end_tag": after the
-        # `</｜DSML｜` of a call or later.
+        # "between": text between tags. "tag": after `<｜DSML｜` in a call, kind not yet known; "end_tag": after a
+        # `</｜DSML｜` outside of calls.
         # "name", "key", "attributes", "value": inside these. "finished": after the block.
         self._state: Literal["between", "tag", "end_tag", "name", "key", "attributes", "value", "finished"] = "between"
         self._angle = ""  # "<" or "</": a tag if the marker follows
@@ -59,6 +62,10 @@ class ToolCallParser:
         self._streamed = False  # the value is output as it arrives, not collected
         self._is_string = False
         self._wrapped: tuple[str, str] | None = None  # key and value of a parameter that may be the whole object
+
+    @property
+    def ended(self) -> bool:
+        return self.closed > 0 and not self._parallel
 
     def text(self, text: str) -> list[CallDelta]:
         """Takes text that contains no marker."""
@@ -78,21 +85,31 @@ class ToolCallParser:
         elif self._state in ("key", "attributes"):  # a broken parameter
             self._enter("between" if closing else "tag")
         elif self._state != "finished":
-            if closing and self._in_call:
+            if closing and self._in_call:  # whatever the tag is called
                 self._end_call()
-            self._enter("end_tag" if closing else "tag" if self._in_call else "between")
+                self._enter("between")
+            else:
+                self._enter("end_tag" if closing else "tag" if self._in_call else "between")
         return self._taken()
 
-    def finish(self) -> list[CallDelta]:
-        """Ends the reply inside the block: an open call keeps the arguments so far (chat section 3.3)."""
+    def finish(self, *, cut: bool) -> list[CallDelta]:
+        """Ends the reply, maybe inside a call.
+
+        With `cut`, the call keeps the text of the arguments so far (chat section 3.3). Otherwise the model itself has
+        ended there, and its value and the call are closed, so that the arguments are JSON.
+        """
         if self._state == "value":
             self._consume(self._angle)
-            if not self._streamed:
+            if not cut:
+                self._end_value()
+            elif not self._streamed:
                 value = "".join(self._pieces)
                 self._arguments(self._opening(self._key) + (_quoted(value)[:-1] if self._is_string else value))
-        elif self._in_call:
+        elif cut:
             self._unwrap(last=False)
-        self._angle = ""
+        if self._in_call and not cut:
+            self._end_call()
+        self._in_call, self._angle = False, ""
         self._enter("finished")
         return self._taken()
 
@@ -155,6 +172,9 @@ class ToolCallParser:
                 if tag.startswith(start):
                     if state == "name":  # the call before has no end tag
                         self._end_call()
+                        if self.ended:
+                            self._enter("finished")
+                            return ""
                     self._enter(state)
                     return tag[len(start) :]
                 if start.startswith(tag):

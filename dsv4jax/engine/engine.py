@@ -46,6 +46,7 @@ class Engine:
         self._steps = 0
         self._failures = 0  # since a step succeeded
         self._was_idle = True
+        self._untold: list[Sequence] = []  # choices that have ended since `step` returned last
 
     @property
     def idle(self) -> bool:
@@ -63,13 +64,13 @@ class Engine:
         """Ends a choice from outside, whatever its state."""
         if sequence.finish_reason is None:
             self.scheduler.finish(sequence, reason)
-            self._ended([sequence])
+            self._record([sequence])
 
     def step(self) -> list[Sequence]:
         """Dispatches the next step and finishes the oldest one as far as the depth demands.
 
-        Returns the choices that have new tokens or have ended; [] also if there was nothing to do. A step that fails is
-        logged, and its requests start anew.
+        Returns the choices that have new tokens or have ended by themselves; [] also if there was nothing to do. A step
+        that fails is logged, and its requests start anew; choices that had ended before it failed are returned as well.
 
         Raises:
           Exception: what the step raised, if the ones before it failed as well.
@@ -81,8 +82,10 @@ class Engine:
             if self._failures == _MAX_FAILURES_IN_A_ROW:
                 raise
             _log.exception("a step failed: running requests start anew")
-            return self._recover()
-        return news
+            self._recover()
+            news = []
+        ended, self._untold = self._untold, []
+        return list(dict.fromkeys([*news, *ended]))
 
     def stats(self, compilations: int = 0) -> EngineStats:
         """The engine now."""
@@ -115,14 +118,14 @@ class Engine:
         hits = self.scheduler.prefix_hits
         plan, news = None, []
         if self.scheduler.steps_in_flight < self._depth:
-            plan, news = self.scheduler.schedule(self.executor.now())
-            self._ended(news)
+            plan, failed = self.scheduler.schedule(self.executor.now())
+            self._ended(failed)
         if plan is not None:
             self._in_flight.append(_Dispatched(plan, self.scheduler.prefix_hits - hits, 0.0, self._was_idle))
             self.executor.dispatch(plan)
             self._in_flight[-1].schedule_seconds = time.perf_counter() - begin
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
-            news += self._finish_oldest()
+            news = self._finish_oldest()
         self._was_idle = self.idle
         return news
 
@@ -152,18 +155,18 @@ class Engine:
         for i, name in enumerate(("cached_tokens", "computed_tokens", "output_tokens")):
             self._tokens[i] += getattr(record, name)
         self._observer.step(record)
-        ended = [sequence for sequence, _, _ in update.finished]
-        known = {id(sequence) for sequence in update.news}
-        return update.news + [sequence for sequence in ended if id(sequence) not in known]
+        return update.news
 
-    def _recover(self) -> list[Sequence]:
+    def _recover(self) -> None:
         self._in_flight.clear()
         self.executor.reset()
-        given_up = self.scheduler.recover(self._max_failures)
-        self._ended(given_up)
-        return given_up
+        self._ended(self.scheduler.recover(self._max_failures))
 
     def _ended(self, sequences: list[Sequence]) -> None:
+        self._untold += sequences
+        self._record(sequences)
+
+    def _record(self, sequences: list[Sequence]) -> None:
         now = self.executor.now()
         for s in sequences:
             record = RequestRecord(

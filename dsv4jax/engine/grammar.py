@@ -16,13 +16,15 @@ import llguidance
 import numpy as np
 
 from dsv4jax.engine import grammar_probe
+from dsv4jax.engine.json_schema import Document, GrammarError, check_values_end, shown
 from dsv4jax.engine.token_mask import Grammar, GrammarState, MaskError, Words
-from dsv4jax.engine.tool_grammar import OPENING, GrammarError, Tool, tool_calls_lark
+from dsv4jax.engine.tool_grammar import OPENING, Tool, lark_string, tool_calls_lark
 from dsv4jax.tokenizer import Tokenizer
 
 DSML = "｜DSML｜"
 
-# Hostile input is refused by size and depth first, then by what compiling it in a process of its own takes.
+# Hostile input is refused by the size of what the request says and the depth of its JSON first, then by what compiling
+# it in a process of its own takes.
 MAX_CHARACTERS = 1 << 20
 MAX_DEPTH = 64
 PROBE_SECONDS = 5.0
@@ -191,7 +193,10 @@ class GrammarCompiler:
         self._probes = threading.BoundedSemaphore(MAX_PROBES)
 
     def compile(self, spec: GrammarSpec, field: str) -> CompiledGrammar:
-        """The grammar of `spec`: from the cache, or after a fraction of a second, for hostile ones `PROBE_SECONDS`.
+        """The grammar of `spec`: from the cache, or compiled, usually in a fraction of a second.
+
+        One that takes longer than `PROBE_SECONDS` is refused; as the server compiles what passed once more, the longest
+        takes about twice as long.
 
         Blocks, and waits for its turn when `MAX_PROBES` others are being tried out: not for an event loop.
 
@@ -215,7 +220,7 @@ class GrammarCompiler:
 
     def _compile(self, spec: GrammarSpec, field: str) -> CompiledGrammar:
         form, text = _grammar_text(spec, field, self._marker)
-        _check_size(text, field)
+        _check_unicode(text, field)
         matcher = llguidance.LLMatcher(
             self._vocabulary,
             self._probed(form, text, field),
@@ -264,6 +269,8 @@ class GrammarCompiler:
         if process.returncode != 0:
             raise GrammarError(field, "too complex: compiling it takes too much memory or too deep a recursion")
         answer = json.loads(process.stdout)
+        if answer["error"].startswith("panic"):
+            raise GrammarError(field, "too large or too complex: the compiler gives up")
         if answer["error"]:
             raise GrammarError(field, _one_line(answer["error"]))
         return answer["grammar"]
@@ -291,17 +298,21 @@ def _grammar_text(spec: GrammarSpec, field: str, marker: int) -> tuple[str, str]
             if value is True:
                 value = {}
             if not isinstance(value, dict):
-                raise GrammarError(field, f"a schema is an object or true, not {value!r}")
+                raise GrammarError(field, f"a schema is an object or true, not {shown(value)}")
+            check_values_end(Document(value, field))
             return "json_schema", _dump({**value, "x-guidance": _JSON_OPTIONS})
         case JsonObject():
             return "json_schema", _dump({"type": "object", "x-guidance": _JSON_OPTIONS})
         case Regex(pattern):
+            _check_size(len(pattern), field)
             return "regex", pattern
         case Choice(choices):
             if not choices:
                 raise GrammarError(field, "at least one choice is needed")
-            return "lark", "start: CHOICE\nCHOICE: " + " | ".join(map(_dump, dict.fromkeys(choices)))
+            _check_size(sum(map(len, choices)), field)
+            return "lark", "start: CHOICE\nCHOICE: " + " | ".join(map(lark_string, dict.fromkeys(choices)))
         case ContextFreeGrammar(text):
+            _check_size(len(text), field)
             return "ebnf", text
         case StructuralTag(tag):
             return "llguidance", _structural_tag(_load(tag, field), field)
@@ -312,11 +323,12 @@ def _grammar_text(spec: GrammarSpec, field: str, marker: int) -> tuple[str, str]
 def _tool_calls(tools: tuple[ToolSchema, ...], parallel: bool, field: str, marker: int) -> str:
     if not tools:
         raise GrammarError(field, "at least one tool is needed")
+    _check_size(sum(len(tool.name) + len(tool.parameters) for tool in tools), field)
     decoded = []
     for i, tool in enumerate(tools):
         parameters = _load(tool.parameters, f"{field}[{i}].parameters")
         if not isinstance(parameters, dict):
-            raise GrammarError(f"{field}[{i}].parameters", f"an object is needed, not {parameters!r}")
+            raise GrammarError(f"{field}[{i}].parameters", f"an object is needed, not {shown(parameters)}")
         decoded.append(Tool(tool.name, parameters))
     return tool_calls_lark(decoded, marker, parallel, {**_JSON_OPTIONS, "lenient": True}, field)
 
@@ -341,7 +353,8 @@ def _structural_tag(tag: Any, field: str) -> str:
             raise GrammarError(f"{path}.schema", "an object is needed")
         trigger = next((t for t in triggers if begin.startswith(t)), None)
         if trigger is None:
-            raise GrammarError(f"{path}.begin", f"{begin!r} starts with none of the triggers {triggers!r}")
+            raise GrammarError(f"{path}.begin", f"{shown(begin)} starts with none of the triggers {shown(triggers)}")
+        check_values_end(Document(schema, f"{path}.schema"))
         schema = {**schema, "x-guidance": _JSON_OPTIONS}
         structures.append(llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
     return llguidance.StructTag.to_grammar(structures, assume_special=False)
@@ -349,7 +362,7 @@ def _structural_tag(tag: Any, field: str) -> str:
 
 def _load(text: str, field: str) -> Any:
     """Decodes JSON text after checking its size, and checks its depth."""
-    _check_size(text, field)
+    _check_size(len(text), field)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -372,9 +385,12 @@ def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _check_size(text: str, field: str) -> None:
-    if len(text) > MAX_CHARACTERS:
-        raise GrammarError(field, f"{len(text)} characters are too many: at most {MAX_CHARACTERS} are allowed")
+def _check_size(characters: int, field: str) -> None:
+    if characters > MAX_CHARACTERS:
+        raise GrammarError(field, f"{characters} characters are too many: at most {MAX_CHARACTERS} are allowed")
+
+
+def _check_unicode(text: str, field: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -3,9 +3,9 @@
 A hostile grammar can overflow the stack of its compiler or keep it busy for minutes, which must not happen to the
 server. This file imports nothing of the project, so that the process starts fast.
 
-Input (standard input, JSON): `vocab_size`, `eos_id`, `control` (spelling of each control token by id), `format`
-("lark", "ebnf" or "llguidance") and `text`. Output (standard output, JSON): `grammar` in the compiler's own form, and
-`error`, empty if the grammar is usable.
+Input (standard input, JSON): `vocab_size`, `eos_id`, `control` (spelling of each control token by id), and `format` and
+`text` as `llguidance.grammar_from` takes them ("json_schema", "regex", "lark", "ebnf" or "llguidance"). Output
+(standard output, JSON): `grammar` in the compiler's own form, and `error`, empty if the grammar is usable.
 """
 
 import json

@@ -41,11 +41,15 @@ class _Dispatched:
 
 
 class CompileCounter:
-    """Counts compilations in this process from its creation on."""
+    """Counts compilations in this process from its creation on, until it is closed."""
 
     def __init__(self):
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._seen)
+
+    def close(self) -> None:
+        """Counts no further."""
+        jax.monitoring.unregister_event_duration_listener(self._seen)
 
     def _seen(self, event: str, _seconds: float, **_: object) -> None:
         self.count += event == _COMPILE_EVENT
@@ -67,6 +71,10 @@ class JaxExecutor:
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self.compilations = CompileCounter()
         self.reset()
+
+    def close(self) -> None:
+        """Ends the counting of compilations, which otherwise goes on for as long as the process."""
+        self.compilations.close()
 
     def now(self) -> float:
         """Seconds of the monotonic clock."""
@@ -95,6 +103,7 @@ class JaxExecutor:
             batch = programs.with_rows(build(programs.cfg, programs.cache_cfg, [], bucket))
             self._cache, output = programs.step(bucket)(self._params, self._cache, batch)
             jax.block_until_ready(output.tokens)
+        self._start(SlotStart(0, np.zeros(1, np.int32), 0, RequestSampling(temperature=0.0, seed=0), {}))
         for rows in programs.buckets.masks:
             self._set_masks((SlotMask(0, None),) * rows)
         self.compilations.count = 0

@@ -85,11 +85,16 @@ def memory_plan(
     )
 
 
-def pages_that_fit(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics, spare: int, **options: Any) -> int:
-    """Pages that the memory left by everything else holds, `spare` bytes kept for the workspace; 0 if unknown."""
+def pages_that_fit(
+    cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics, spare: int, **options: Any
+) -> int | None:
+    """Pages that the memory left by everything else holds, `spare` bytes kept for the workspace; None if unknown.
+
+    `cache_cfg` gives all sizes but the number of pages; `options` are those of `memory_plan`.
+    """
     plan = memory_plan(cfg, cache_cfg, numerics, **options)
     if plan.free is None:
-        return 0
+        return None
     left = int(plan.free * plan.fraction) - (plan.total - plan.pages) - spare
     return max(0, left // (plan.pages // cache_cfg.pages))
 

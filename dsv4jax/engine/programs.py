@@ -90,7 +90,7 @@ def make_buckets(
       bounded: prefill runs the decoder half on the end of a prompt only (section 9.5).
       prompt_logprobs: also programs that return them, in the largest prefill size.
     """
-    pages = [ceil_div(c, cache_cfg.page_size) for c in contexts]
+    pages = sorted({ceil_div(c, cache_cfg.page_size) for c in contexts})
     replay = "bounded" if bounded else "exact"
     prefill = [PrefillBucket(t, prefill_requests, p, tile, replay=replay) for t in prefill_tokens for p in pages]
     if prompt_logprobs:

@@ -7,25 +7,18 @@ import dataclasses
 import json
 from typing import Any
 
+from dsv4jax.engine.json_schema import Document, GrammarError, check_values_end, shown
+from dsv4jax.engine.tool_schema import MAX_REQUIRED, ValueKinds, Values, parameters_of
+
 # A rule of `llguidance` carries one number of so many bits; they remember which parameters a call has.
-_BITS = 64
-_ANY = frozenset(("string", "other"))
+_BITS = MAX_REQUIRED + 1
+# Of the result, and of what is compared to find equal parts of it. What references reach counts once for each
+# parameter that reaches it, so that this can be far more than the schemas have.
+MAX_CHARACTERS = 8 << 20
 
 OPENING = "\n\n<"
 LINE = "\n"
 QUOTE = '"'
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be used, found before generation.
-
-    Attributes:
-      field: the request's field that holds it.
-    """
-
-    def __init__(self, field: str, reason: str):
-        super().__init__(f"{field}: {reason}")
-        self.field = field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +32,12 @@ class Tool:
 def tool_calls_lark(tools: list[Tool], marker_id: int, parallel: bool, json_options: dict[str, Any], field: str) -> str:
     """The grammar of `⏎⏎<｜DSML｜ calls>⏎ … </｜DSML｜ calls>`.
 
-    Names and parameter keys are those of the tools. Parameters come in any order, the required ones all, each one
-    once (of more than 63 parameters the last optional ones may repeat). A string is raw text up to its end tag, or
-    one of the values that `enum` or `const` allows; other limits on strings (length, pattern, format) are not
-    enforced. Other values are JSON of the parameter's schema.
+    Names and parameter keys are those of the tools; a tool that lists no parameter and has `additionalProperties` takes
+    any key. Parameters come in any order, the required ones all, as many as `minProperties` asks for, each one once (of
+    more than 63 parameters the last optional ones may repeat, and so may those of any key). A string is
+    raw text up to its end tag, or one of the values that `enum` or `const` allows, also behind references, `allOf`,
+    `anyOf` and `oneOf`; other limits on strings (length, pattern, format) are not enforced. Other values are JSON of
+    the parameter's schema.
 
     Args:
       tools: the tools that may be called.
@@ -52,140 +47,137 @@ def tool_calls_lark(tools: list[Tool], marker_id: int, parallel: bool, json_opti
       field: the request's field that holds the tools, for error messages.
 
     Raises:
-      GrammarError: a schema is malformed, or has keys that cannot be written in a call.
+      GrammarError: a schema is malformed, has keys that cannot be written in a call, asks for parameters that it does
+        not list, or has values without end; or the grammar is longer than `MAX_CHARACTERS`.
     """
-    marker = f"<[{marker_id}]>"
+    rules = _Rules(marker_id, json_options, field)
     calls = "call+" if parallel else "call"
     alternatives = " | ".join(f"tool_{i}" for i in range(len(tools)))
-    rules = [
-        "%llguidance {}",
-        f"start: {_text(OPENING)} {marker} {_text(' calls>' + LINE)} {calls} {_text('</')} {marker} {_text(' calls>')}",
-        f"call: {_text('<')} {marker} {_text(' invoke name=' + QUOTE)} ({alternatives}) "
-        f"{_text('</')} {marker} {_text(' invoke>' + LINE)}",
-        # Greedy: the value ends at the last `</` before the marker, which is a token and no text.
-        r"RAW: /(?s:.*)<\//",
-    ]
+    marker = rules.marker
+    rules.add("%llguidance {}")
+    rules.add(
+        f"start: {lark_string(OPENING)} {marker} {lark_string(' calls>' + LINE)} {calls} "
+        f"{lark_string('</')} {marker} {lark_string(' calls>')}"
+    )
+    rules.add(
+        f"call: {lark_string('<')} {marker} {lark_string(' invoke name=' + QUOTE)} ({alternatives}) "
+        f"{lark_string('</')} {marker} {lark_string(' invoke>' + LINE)}"
+    )
+    # Greedy: the value ends at the last `</` before the marker, which is a token and no text.
+    rules.add(r"RAW: /(?s:.*)<\//")
+    rules.add(r'KEY: /[^"\n]+/')
     for i, tool in enumerate(tools):
-        rules += _tool_rules(i, tool, marker, json_options, f"{field}[{i}].parameters")
-    return "\n".join(rules)
+        rules.add_tool(i, tool, f"{field}[{i}].parameters")
+    return "\n".join(rules.lines)
 
 
-def _tool_rules(label: int, tool: Tool, marker: str, json_options: dict[str, Any], field: str) -> list[str]:
-    properties = _properties(tool.parameters, field)
-    required = tool.parameters.get("required", [])
-    if len(required) >= _BITS:
-        raise GrammarError(
-            f"{field}.required", f"{len(required)} names are too many: at most {_BITS - 1} are supported"
-        )
-    # Required ones get the lowest bits; the last bit stands for all optional ones that are left over.
-    keys = sorted(properties, key=lambda key: key not in required)
-    count = f"is_ones([0:{len(required)}])" if required else "ne(_, 0)"
-    opening = _text(tool.name + QUOTE + ">" + LINE)
-    if not keys:
-        return [f"tool_{label}: {opening} {_text(LINE)}"]
-    none = "" if required else f"{_text(LINE)} | "
-    rules = [
-        f"tool_{label}: {opening} ({none}parameters_{label}::0)",
-        f'parameters_{label}::_: "" %if {count}',
-    ]
-    for j in range(len(keys)):
-        bit = min(j, _BITS - 1)
-        condition = f" %if bit_clear({bit})" if j < _BITS - 1 else ""
-        rules.append(f" | parameter_{label}_{j} parameters_{label}::set_bit({bit}){condition}")
-    for j, key in enumerate(keys):
-        if QUOTE in key or LINE in key:
-            raise GrammarError(f"{field}.properties", f"key {key!r}: a call cannot hold quotes or line breaks in it")
-        if not isinstance(properties[key], dict | bool):
-            raise GrammarError(f"{field}.properties", f"{key!r} is {properties[key]!r}: a schema is needed")
-        key_text = _text(f" parameter name={QUOTE}{key}{QUOTE} string={QUOTE}")
-        values = _values(properties[key], tool.parameters, json_options)
-        rules.append(
-            f"parameter_{label}_{j}: {_text('<')} {marker} {key_text} "
-            f"({' | '.join(values)}) {marker} {_text(' parameter>' + LINE)}"
-        )
-    return rules
+class _Rules:
+    """The rules so far: refused as soon as they are too long."""
 
+    def __init__(self, marker_id: int, json_options: dict[str, Any], field: str):
+        self.marker = f"<[{marker_id}]>"
+        self.lines: list[str] = []
+        self._json_options, self._field = json_options, field
+        self._characters = 0
+        self._values: dict[str, str] = {}
 
-def _values(schema: Any, root: dict[str, Any], json_options: dict[str, Any]) -> list[str]:
-    """How a value may be written: as text, as JSON, or both. Each alternative ends with `</`."""
-    values = []
-    kinds = _kinds(schema, root)
-    if "string" in kinds:
-        texts = _allowed_strings(_resolved(schema, root))
-        if texts is None:
-            values.append(f"{_text('true' + QUOTE + '>')} RAW")
+    def add(self, line: str) -> None:
+        """Adds a line.
+
+        Raises:
+          GrammarError: there is too much.
+        """
+        self._count(len(line) + 1)
+        self.lines.append(line)
+
+    def add_tool(self, label: int, tool: Tool, field: str) -> None:
+        """Adds the rules of a tool, `tool_<label>` and those it needs.
+
+        Raises:
+          GrammarError: see `tool_calls_lark`.
+        """
+        document = Document(tool.parameters, field)
+        check_values_end(document)
+        parameters = parameters_of(document)
+        required, least = parameters.required, parameters.least
+        kinds = ValueKinds(document)
+        allowed = {key: kinds.of(schema) for key, schema in parameters.schemas.items()}
+        for key in allowed:
+            if QUOTE in key or LINE in key:
+                raise GrammarError(
+                    f"{field}.properties", f"key {shown(key)}: a call cannot hold quotes or line breaks in it"
+                )
+            if key in required and allowed[key].none:
+                raise GrammarError(f"{field}.properties", f"{shown(key)} is required, but no value of it is allowed")
+        # Required ones get the lowest bits; the last bit stands for all optional ones that are left over.
+        keys = sorted((key for key in allowed if not allowed[key].none), key=lambda key: key not in required)
+        opening = lark_string(tool.name + QUOTE + ">" + LINE)
+        none = "" if required or least else f"{lark_string(LINE)} | "
+        if parameters.others is not None and not kinds.of(parameters.others).none:
+            value = self._value(document.standalone(parameters.others), kinds.of(parameters.others))
+            name = f"{lark_string(' parameter name=' + QUOTE)} KEY {lark_string(QUOTE + ' string=' + QUOTE)}"
+            self.add(f"parameter_{label}: {lark_string('<')} {self.marker} {name} {value}")
+            self.add(f"tool_{label}: {opening} ({none}parameter_{label}{{{max(least, 1)},}})")
+            return
+        if least > min(len(keys), _BITS - 1):
+            limit = f"{len(keys)} can be given" if least > len(keys) else f"at most {_BITS - 1} are supported"
+            raise GrammarError(f"{field}.minProperties", f"{least} parameters are asked for: {limit}")
+        if not keys:
+            self.add(f"tool_{label}: {opening} {lark_string(LINE)}")
+            return
+        self.add(f"tool_{label}: {opening} ({none}parameters_{label}::0)")
+        self._add_sequence(label, len(keys), len(required), least)
+        values: dict[str, str] = {}
+        for j, key in enumerate(keys):
+            schema = parameters.schemas[key]
+            text = json.dumps(document.without_annotations(schema))
+            self._count(len(text))
+            if text not in values:
+                values[text] = self._value(document.standalone(schema), allowed[key])
+            name = lark_string(f" parameter name={QUOTE}{key}{QUOTE} string={QUOTE}")
+            self.add(f"parameter_{label}_{j}: {lark_string('<')} {self.marker} {name} {values[text]}")
+
+    def _add_sequence(self, label: int, keys: int, required: int, least: int) -> None:
+        """Parameters in any order: the required ones, which come first in the list of keys, and `least` in all."""
+        enough = f"is_ones([0:{required}])" if required else "ne(_, 0)"
+        if least > required:
+            enough = f"and({enough}, bit_count_ge(_, {least}))"
+        self.add(f'parameters_{label}::_: "" %if {enough}')
+        for j in range(keys):
+            bit = min(j, _BITS - 1)
+            condition = f" %if bit_clear({bit})" if j < _BITS - 1 else ""
+            self.add(f" | parameter_{label}_{j} parameters_{label}::set_bit({bit}){condition}")
+
+    def _value(self, schema: Any, allowed: Values) -> str:
+        """The name of the rule of a value and the end of its parameter; many parameters have the same.
+
+        A value may be written as text, as JSON, or both.
+        """
+        ways = []
+        if allowed.strings is None:
+            ways.append(f"{lark_string('true' + QUOTE + '>')} RAW")
         else:
-            values += [_text(f'true">{text}</') for text in texts]
-    if "other" in kinds:
-        value = schema if isinstance(schema, dict) else {}
-        # References in the parameter's schema are relative to the schema of all parameters.
-        if "$ref" in json.dumps(value):
-            value = {**value, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
-        value = json.dumps({**value, "x-guidance": json_options}, ensure_ascii=False)
-        values.append(f"{_text('false' + QUOTE + '>')} %json {value} {_text('</')}")
-    return values
+            ways += [lark_string(f"true{QUOTE}>{text}</") for text in allowed.strings]
+        if allowed.other:
+            schema = {**(schema if isinstance(schema, dict) else {}), "x-guidance": self._json_options}
+            text = json.dumps(schema, ensure_ascii=False)
+            ways.append(f"{lark_string('false' + QUOTE + '>')} %json {text} {lark_string('</')}")
+        value = " | ".join(ways)
+        self._count(len(value))
+        if value not in self._values:
+            self._values[value] = f"value_{len(self._values)}"
+            self.add(f"{self._values[value]}: ({value}) {self.marker} {lark_string(' parameter>' + LINE)}")
+        return self._values[value]
+
+    def _count(self, characters: int) -> None:
+        self._characters += characters
+        if self._characters > MAX_CHARACTERS:
+            raise GrammarError(
+                self._field,
+                f"too large: more than {MAX_CHARACTERS} characters of rules; what parameters refer to counts for each",
+            )
 
 
-def _properties(parameters: dict[str, Any], field: str) -> dict[str, Any]:
-    properties = parameters.get("properties", {})
-    if not isinstance(properties, dict):
-        raise GrammarError(f"{field}.properties", f"an object is needed, not {properties!r}")
-    required = parameters.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
-        raise GrammarError(f"{field}.required", f"a list of names is needed, not {required!r}")
-    if len(set(required)) != len(required):
-        raise GrammarError(f"{field}.required", f"each name may occur once, not as in {required!r}")
-    return {**properties, **{key: {} for key in required if key not in properties}}
-
-
-def _kinds(schema: Any, root: dict[str, Any], depth: int = 0) -> frozenset[str]:
-    """Whether a schema allows strings, other values or both; both when it cannot be told."""
-    schema = _resolved(schema, root)
-    if not isinstance(schema, dict) or depth > 8:
-        return _ANY
-    kinds = _ANY
-    if "const" in schema:
-        kinds &= _kind_of([schema["const"]])
-    if isinstance(schema.get("enum"), list):
-        kinds &= _kind_of(schema["enum"])
-    if "type" in schema:
-        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        kinds &= frozenset("string" if name == "string" else "other" for name in types)
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(schema.get(keyword), list) and schema[keyword]:
-            kinds &= frozenset().union(*(_kinds(option, root, depth + 1) for option in schema[keyword]))
-    for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        kinds &= _kinds(part, root, depth + 1)
-    return kinds or _ANY
-
-
-def _kind_of(values: list[Any]) -> frozenset[str]:
-    return frozenset("string" if isinstance(value, str) else "other" for value in values)
-
-
-def _allowed_strings(schema: Any) -> list[str] | None:
-    """The strings that `const` or `enum` leave; None without these keywords."""
-    if isinstance(schema, dict) and "const" in schema:
-        return [schema["const"]]
-    if isinstance(schema, dict) and isinstance(schema.get("enum"), list):
-        return list(dict.fromkeys(value for value in schema["enum"] if isinstance(value, str)))
-    return None
-
-
-def _resolved(schema: Any, root: dict[str, Any]) -> Any:
-    """Follows `$ref` within the document; a reference that leads nowhere stays for the compiler to refuse."""
-    for _ in range(32):
-        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
-            break
-        target: Any = root
-        for part in schema["$ref"].removeprefix("#").split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            target = target.get(part) if isinstance(target, dict) else None
-        if not schema["$ref"].startswith("#") or target is None:
-            break
-        schema = target
-    return schema
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def lark_string(text: str) -> str:
+    """The text as a literal of the Lark dialect, which is that of JSON without DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,11 +13,12 @@ from jaxtyping import Int32
 from dsv4jax.server.errors import ApiError, invalid_json, invalid_value, missing_field
 
 MOST_PROBLEMS = 10
-MAX_DEPTH = 256  # Python's own limit depends on where a value is encoded again
+MAX_DEPTH = 256  # what encodes values again gives up at 1,000 levels less those of its caller
 _MOST_SHOWN = 200
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _VALUE = msgspec.json.Decoder()
+_MOST_OF_NAME = 100
 
 
 def decode_object(body: bytes, *, undecoded: Sequence[str] = ()) -> dict[str, Any]:
@@ -25,11 +27,15 @@ def decode_object(body: bytes, *, undecoded: Sequence[str] = ()) -> dict[str, An
     The fields named in `undecoded` stay JSON text (`msgspec.Raw`).
 
     Raises:
-      ApiError: the body is not a JSON object, or a decoded field is nested deeper than `MAX_DEPTH` levels.
+      ApiError: the body is not a JSON object, or a decoded field holds a number that is out of range or is nested
+        deeper than `MAX_DEPTH` levels.
     """
-    fields = _decoded(_OBJECT, body)
+    try:
+        fields = _decoded(_OBJECT, body)
+    except msgspec.ValidationError as error:
+        raise invalid_json(f"the body must be a JSON object: {error}") from error
     values = {
-        name: value if name in undecoded else _decoded(_VALUE, value)
+        name: value if name in undecoded else decode_value(value, name)
         for name, value in fields.items()
         if memoryview(value) != b"null"
     }
@@ -51,13 +57,19 @@ def decode_list(text: msgspec.Raw) -> list[msgspec.Raw]:
     return _decoded(_LIST, text)
 
 
-def decode_value(text: msgspec.Raw) -> Any:
-    """The value of a JSON text.
+def decode_value(text: msgspec.Raw, param: str) -> Any:
+    """The value of a JSON text, which is field `param`.
 
     Raises:
-      ApiError: it is not valid JSON.
+      ApiError: it is not valid JSON, or holds a number that is out of range.
     """
-    return _decoded(_VALUE, text)
+    try:
+        return _decoded(_VALUE, text)
+    except msgspec.ValidationError as error:
+        param = param[:_MOST_OF_NAME]  # the name may be anything
+        given = bytes(memoryview(text)[:_MOST_SHOWN]).decode("utf-8", errors="replace")
+        message = f"{param} is {given}: its numbers must be at most {sys.float_info.max:.1e} in size"
+        raise invalid_value(param, message) from error
 
 
 def decode_token_ids(text: msgspec.Raw, param: str, vocab_size: int) -> Int32[np.ndarray, " tokens"]:
@@ -72,14 +84,14 @@ def decode_token_ids(text: msgspec.Raw, param: str, vocab_size: int) -> Int32[np
     if codes.size and codes.max() <= ord("9") and not any(c in data for c in (b"-", b".", b'"')):
         ids = np.fromstring(data, np.int64, sep=",")  # a number beyond int64 becomes the largest
     else:
-        values = decode_value(text)
+        values = decode_value(text, param)
         wrong = next((i for i, value in enumerate(values) if not is_integer(value)), None)
         if wrong is not None:
             raise invalid_value(f"{param}[{wrong}]", _is(f"{param}[{wrong}]", values[wrong], "a token id"))
         ids = np.array([min(max(value, -1), 2**62) for value in values], np.int64)
     if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
         wrong = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-        given = decode_value(_decoded(_LIST, text)[wrong])
+        given = decode_value(_decoded(_LIST, text)[wrong], param)
         raise invalid_value(
             f"{param}[{wrong}]", _is(f"{param}[{wrong}]", given, f"a token id from 0 to {vocab_size - 1}")
         )
@@ -220,10 +232,11 @@ def _is(path: str, value: Any, allowed: str) -> str:
 
 
 def _decoded(decoder: msgspec.json.Decoder, text: bytes | msgspec.Raw) -> Any:
+    """The value; raises msgspec.ValidationError for JSON of another type, or with a number out of range."""
     try:
         return decoder.decode(text)
-    except msgspec.ValidationError as error:  # JSON, but no object, or a number beyond a float
-        raise invalid_json(f"the body must be a JSON object of finite numbers: {error}") from error
+    except msgspec.ValidationError:
+        raise
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid_json(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:

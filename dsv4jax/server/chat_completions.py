@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from dsv4jax.chat import ReplyDelta, render_chat
+from dsv4jax.chat.encode import THINK_END
 from dsv4jax.server.body import decode_object
 from dsv4jax.server.chat_core import ChatTurn, Piece, ReplyStep, chat_prompt, prepare_chat, run_chat
 from dsv4jax.server.context import AccessRecord, ServerContext
@@ -115,10 +116,10 @@ class _Reasoning:
                 delta = dataclasses.replace(delta, text="")
             elif self._open and delta.channel == "content" and delta.text:
                 self._open = False
-                delta = dataclasses.replace(delta, text="</think>" + delta.text)
+                delta = dataclasses.replace(delta, text=THINK_END + delta.text)
             elif self._open and delta.channel == "tool_call":
                 self._open = False
-                placed.append(Piece(ReplyDelta("content", "</think>"), []))
+                placed.append(Piece(ReplyDelta("content", THINK_END), []))
             placed.append(Piece(delta, piece.tokens))
         return placed
 

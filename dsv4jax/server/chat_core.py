@@ -187,6 +187,7 @@ class _Choice:
             tools=tools,
             stop=fields.stop,
             include_stop_str=fields.include_stop_str,
+            min_tokens=fields.min_tokens,
             parallel_tool_calls=fields.parallel_tool_calls,
         )
 
@@ -196,16 +197,17 @@ class _Choice:
             self._tokens.push(chunk)
         deltas = parser.push(text_ids(self._fields, chunk, self._silent_id)) if chunk.token_ids else []
         self.ended = parser.ended or chunk.finish_reason is not None
+        reason = "length" if chunk.finish_reason == "length" and not parser.ended else "stop"
         if self.ended:
-            deltas += parser.finish()
+            deltas += parser.finish(reason)
         pieces = [Piece(d, self._tokens.take(d.ids) if self._keeps_tokens else []) for d in deltas]
         self._count(chunk, sum(d.ids for d in deltas), usage)
         if self._json is not None:
-            pieces = self._held_json(pieces)
+            pieces = self._held_json(pieces, reason)
         if not self.ended:
             return ReplyStep(self._index, pieces)
-        if chunk.finish_reason == "length" and not parser.ended:
-            return ReplyStep(self._index, pieces, "length")
+        if reason == "length":
+            return ReplyStep(self._index, pieces, reason)
         reason = "tool_calls" if parser.tool_calls_seen else "stop"
         return ReplyStep(self._index, pieces, reason, parser.stop_string or chunk.stop_reason)
 
@@ -216,21 +218,23 @@ class _Choice:
         usage.add(len(chunk.token_ids) - beyond, self._parser.reasoning_tokens - self._reasoning)
         self._reasoning = self._parser.reasoning_tokens
 
-    def _held_json(self, pieces: list[Piece]) -> list[Piece]:
-        """Holds the answer until it is complete, and strips what is not JSON."""
+    def _held_json(self, pieces: list[Piece], reason: Literal["stop", "length"]) -> list[Piece]:
+        """Holds the answer until it ends; strips what is not JSON from a complete one."""
         held = [p for p in pieces if p.delta.channel == "content"]
         self._json += held
         others = [p for p in pieces if p.delta.channel != "content"]
         if not self.ended or not self._json:
             return others
-        text = json_content("".join(p.delta.text for p in self._json))
+        text = "".join(p.delta.text for p in self._json)
+        text = json_content(text) if reason == "stop" else text
         tokens = [token for p in self._json for token in p.tokens]
         return [*others, Piece(ReplyDelta("content", text, len(tokens)), tokens)]
 
 
 def _header(context: ServerContext, prompt: Prompt) -> Prompt:
     """The end of a chat prompt from the last assistant opener on: all that the reply's parser needs to know."""
-    if prompt[-1] in [context.tokenizer.control_id(token) for token in TASK_TOKENS.values()]:
+    alone = [context.tokenizer.control_id(token) for task, token in TASK_TOKENS.items() if task != "action"]
+    if prompt[-1] in alone:  # it stands in the opener's place
         return prompt[-1:]
     openers = np.flatnonzero(prompt == context.tokenizer.control_id(ASSISTANT))
     return prompt[openers[-1] :]

@@ -22,7 +22,7 @@ SHARED_FIELDS = (
 )
 
 _PATH = re.compile(r"(?<![\w.\]])[a-z]\w*(?:\[\d+\]|\.[A-Za-z_]\w*)*")
-_LAST_STEP = re.compile(r"(?:\[\d+\]|\.\w+)$")
+_STEP = re.compile(r"\[\d+\]|\.?\w+")
 
 
 class ClientPaths:
@@ -30,9 +30,11 @@ class ClientPaths:
 
     def __init__(self, paths: Mapping[str, str]):
         self._paths = dict(paths)
+        self._longest = max(map(len, paths), default=0)  # of the paths in the chat request
 
     def note(self, chat_path: str, path: str) -> None:
         self._paths[chat_path] = path
+        self._longest = max(self._longest, len(chat_path))
 
     @contextlib.contextmanager
     def in_errors(self) -> Iterator[None]:
@@ -56,13 +58,15 @@ class ClientPaths:
         return _PATH.sub(renamed, problem)
 
     def _client_path(self, chat_path: str) -> str:
-        known = chat_path
-        while known not in self._paths:
-            step = _LAST_STEP.search(known)
-            if step is None:
-                return chat_path
-            known = known[: step.start()]
-        return self._paths[known] + chat_path[len(known) :]
+        """The path with the longest of its beginnings that has become another one replaced."""
+        client_path = chat_path
+        for step in _STEP.finditer(chat_path):
+            if step.end() > self._longest:  # the path may be anything that a client wrote
+                break
+            known = self._paths.get(chat_path[: step.end()])
+            if known is not None:
+                client_path = known + chat_path[step.end() :]
+        return client_path
 
 
 def wrong(path: str, value: Any, allowed: str) -> ApiError:

@@ -140,7 +140,12 @@ class _Choice:
         self.echo = echo
         self._fields = fields
         self._silent_id = context.tokenizer.pad_id
-        self._text = CompletionText(context.tokenizer, stop=fields.stop, include_stop_str=fields.include_stop_str)
+        self._text = CompletionText(
+            context.tokenizer,
+            stop=fields.stop,
+            include_stop_str=fields.include_stop_str,
+            min_tokens=fields.min_tokens,
+        )
         self._tokens = TokenQueue()
         self._has_logprobs = fields.sampling.top_logprobs >= 0
         self._held = 0  # ids pushed whose text is not out yet

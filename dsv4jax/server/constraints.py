@@ -1,19 +1,20 @@
 """Which tokens a request may generate: from its fields to a mask (http_api section 7)."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 from dsv4jax.chat.encode import ReplyStart
-from dsv4jax.chat.request import forced_tool_name
+from dsv4jax.chat.request import forced_tool_name, place_of_tool, shortened
 from dsv4jax.engine.token_mask import MaskRules, TokenMask, bad_word_sequences, mask_factory
 from dsv4jax.server.context import ServerContext
-from dsv4jax.server.errors import invalid_value, unsupported
+from dsv4jax.server.errors import ApiError, invalid_value, unsupported
 from dsv4jax.server.protocol import ChatFields, GenerationFields
 
 if TYPE_CHECKING:  # its backend is optional
-    from dsv4jax.engine.grammar import Grammar
+    from dsv4jax.engine.grammar import Grammar, GrammarError
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -66,8 +67,9 @@ def _mask(
         )
         return mask_factory(rules, context.tokenizer, context.engine.vocab_size)
     except ValueError as error:
-        param = next((name for name in ("allowed_token_ids", "bad_words") if name in str(error)), None)
-        raise invalid_value(param, str(error)) from error
+        names = ("min_tokens", "allowed_token_ids", "bad_words")
+        param = next((name for name in names if str(error).startswith(name)), None)
+        raise invalid_value(param, shortened(str(error))) from error
 
 
 def _chat_grammar(context: ServerContext, fields: ChatFields, tools: Tools, start: ReplyStart) -> "Grammar | None":
@@ -88,7 +90,17 @@ def _chat_grammar(context: ServerContext, fields: ChatFields, tools: Tools, star
     try:
         return context.grammars.compile(calls, "tools")
     except GrammarError as error:
-        raise invalid_value(error.field, str(error)) from error
+        raise _refused(error, _path_in_tools(error.field, fields.template.tools, tools)) from error
+
+
+def _path_in_tools(field: str, given: Tools, listed: Tools) -> str:
+    """The path in the request of what is field `field` of the grammar of the listed tools."""
+    match = re.fullmatch(r"tools\[(\d+)\]\.(.+)", field)
+    return field if match is None else f"{place_of_tool(given, listed[int(match[1])])}.function.{match[2]}"
+
+
+def _refused(error: "GrammarError", path: str) -> ApiError:
+    return invalid_value(path, f"{path}: {shortened(str(error).removeprefix(f'{error.field}: '))}")
 
 
 def _format_grammar(context: ServerContext, fields: GenerationFields) -> "Grammar | None":
@@ -128,7 +140,7 @@ def _format_grammar(context: ServerContext, fields: GenerationFields) -> "Gramma
     try:
         return context.grammars.compile(specs[kind](), field)
     except grammar.GrammarError as error:
-        raise invalid_value(error.field, str(error)) from error
+        raise _refused(error, error.field) from error
 
 
 def _json(value: Any) -> str:

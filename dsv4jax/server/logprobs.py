@@ -51,14 +51,18 @@ def chat_logprob(texts: TokenTexts, token: GeneratedToken, as_id: bool) -> dict[
 
 
 def prompt_logprobs(texts: TokenTexts, prompt: Sequence[int], found: PromptLogprobs | None, top: int) -> list[Any]:
-    """One object per prompt token, by token id; the first token has none."""
+    """One object per prompt token, by token id; the first token has none.
+
+    The prompt's own token is in it, without a rank if it is not among the `top` best.
+    """
     entries: list[Any] = [None]
     for token_id, logprob, best in prompt_rows(prompt, found, top):
         entry = {
             str(i): {"logprob": finite(p), "rank": rank, "decoded_token": texts(i)[0]}
             for rank, (i, p) in enumerate(best, 1)
         }
-        entry.setdefault(str(token_id), {"logprob": finite(logprob), "decoded_token": texts(token_id)[0]})
+        own = {"logprob": finite(logprob), "rank": None, "decoded_token": texts(token_id)[0]}
+        entry.setdefault(str(token_id), own)
         entries.append(entry)
     return entries
 

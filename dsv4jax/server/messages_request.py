@@ -26,7 +26,7 @@ _PATHS = {
 
 
 class MessagesRequest(NamedTuple):
-    """A request; `shows_thinking` is false if only the place of the thinking is wanted."""
+    """A request; `shows_thinking` is false if the text of the thinking is left out."""
 
     fields: ChatFields
     paths: ClientPaths
@@ -43,16 +43,19 @@ def read_messages(context: ServerContext, body: bytes, record: AccessRecord) -> 
     fields, paths = Fields(values), ClientPaths(_PATHS)
     if "messages" not in values:
         fields.missing("messages")
-    thinking, output = fields.object("thinking") or {}, fields.object("output_config") or {}
-    choice = fields.object("tool_choice") or {}
-    serial = Fields(choice, "tool_choice", fields.problems).boolean("disable_parallel_tool_use", False)
-    display = Fields(thinking, "thinking", fields.problems).string("display", _DISPLAYS[0])
+    thinking, output = fields.object("thinking"), fields.object("output_config") or {}
+    choice = fields.object("tool_choice")
+    serial = Fields(choice or {}, "tool_choice", fields.problems).boolean("disable_parallel_tool_use", False)
+    inner = Fields(thinking or {}, "thinking", fields.problems)
+    display = inner.string("display", _DISPLAYS[0])
+    budget = inner.integer("budget_tokens", -1, 2**31 - 1, None)
     fields.object("metadata")
     fields.check()
     if display not in _DISPLAYS:
         raise wrong("thinking.display", display, f"one of {', '.join(_DISPLAYS)}")
-    for name in ("container", "mcp_servers"):
-        if values.get(name):
+    servers = checked("mcp_servers", values.get("mcp_servers", []), list, "a list")
+    for name, given in (("container", "container" in values), ("mcp_servers", servers)):
+        if given:
             raise unsupported(name, f"{name} is given: this server runs no tools itself")
 
     names = (*SHARED_FIELDS, "max_tokens")
@@ -66,10 +69,10 @@ def read_messages(context: ServerContext, body: bytes, record: AccessRecord) -> 
         "reasoning_effort": output.get("effort"),
         "response_format": _response_format(output.get("format")),
     }
-    if thinking:
+    if thinking is not None:
         chat["thinking"] = {"type": thinking.get("type")}
-        if thinking.get("type") == "enabled" and "budget_tokens" in thinking:
-            chat["thinking_token_budget"] = thinking["budget_tokens"]
+        if thinking.get("type") == "enabled" and budget is not None:
+            chat["thinking_token_budget"] = budget
     with paths.in_errors():
         chat_fields = read_chat(context, {name: value for name, value in chat.items() if value is not None}, record)
     return MessagesRequest(chat_fields, paths, display != "omitted")
@@ -90,9 +93,9 @@ def _response_format(given: Any) -> Any:
 
 def _tools(given: Any, paths: ClientPaths) -> list[dict[str, Any]]:
     tools = []
-    for i, tool in enumerate(checked("tools", given or [], list, "a list of tools")):
-        kind = checked(f"tools[{i}]", tool, dict, "an object").get("type") or "custom"
-        if kind != "custom":
+    for i, tool in enumerate(checked("tools", [] if given is None else given, list, "a list of tools")):
+        kind = checked(f"tools[{i}]", tool, dict, "an object").get("type")
+        if kind not in (None, "custom"):
             raise not_served(f"tools[{i}].type", kind, ("custom",))
         function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
         schema = checked(f"tools[{i}].input_schema", tool.get("input_schema"), dict, "a JSON schema")
@@ -102,9 +105,11 @@ def _tools(given: Any, paths: ClientPaths) -> list[dict[str, Any]]:
     return tools
 
 
-def _tool_choice(choice: Mapping[str, Any]) -> Any:
+def _tool_choice(choice: Mapping[str, Any] | None) -> Any:
+    if choice is None:
+        return None
     kind = choice.get("type")
-    if not choice or kind in ("auto", "none"):
+    if kind in ("auto", "none"):
         return kind
     if kind == "any":
         return "required"

@@ -104,7 +104,7 @@ class PrometheusObserver:
         self._rejections: collections.Counter[str] = collections.Counter()
         self._prompt_tokens = 0
         self._cached_prompt_tokens = 0
-        self._choices: dict[str, list[int]] = {}  # of requests with several choices: output tokens of the ended ones
+        self._choices: dict[str, list[int]] = {}  # of running requests: output tokens of the choices that ended
         self._recent: collections.deque[StepPoint] = collections.deque(maxlen=RECENT_STEPS)
 
     def step(self, record: StepRecord) -> None:

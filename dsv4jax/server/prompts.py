@@ -44,10 +44,10 @@ def _prompt(context: ServerContext, fields: CompletionFields, text: msgspec.Raw,
     if is_list(text):
         ids = decode_token_ids(text, param, context.tokenizer.vocab_size)
     elif is_string(text):
-        ids = _encoded(context, decode_value(text), param)
+        ids = _encoded(context, decode_value(text, param), param)
     else:
         allowed = "a string, a list of token ids, or a list of such"
-        raise invalid_value(param, f"{param} is {shown(decode_value(text))}: it must be {allowed}")
+        raise invalid_value(param, f"{param} is {shown(decode_value(text, param))}: it must be {allowed}")
     if not ids.size:
         raise invalid_value(param, f"{param} is empty: it must hold at least one token")
     return ids if fields.suffix is None else _with_suffix(context, ids, fields.suffix)

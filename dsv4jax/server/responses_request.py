@@ -16,12 +16,14 @@ from dsv4jax.server.protocol import ChatFields, read_chat
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _ROLES = ("user", "assistant", "system", "developer")
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
+_MODES = ("auto", "required")
 _STATEFUL = ("previous_response_id", "conversation", "prompt", "context_management")
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = (_LOGPROBS, "reasoning.encrypted_content")
 _PATHS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -92,7 +94,7 @@ def read_responses(context: ServerContext, body: bytes, record: AccessRecord) ->
         "parallel_tool_calls": chat_fields.parallel_tool_calls,
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "temperature": sampling.temperature,
-        "text": {"format": text.get("format") or {"type": "text"}},
+        "text": {"format": text.get("format", {"type": "text"})},
         "tool_choice": values.get("tool_choice", "auto"),
         "tools": values.get("tools", []),
         "top_logprobs": max(sampling.top_logprobs, 0),
@@ -111,7 +113,7 @@ def _response_format(given: Any) -> Any:
 def _tools(given: Any, choice: Any, paths: ClientPaths) -> tuple[Any, Any]:
     """Tools and tool choice as a chat request has them."""
     tools = []
-    for i, tool in enumerate(checked("tools", given or [], list, "a list of tools")):
+    for i, tool in enumerate(checked("tools", [] if given is None else given, list, "a list of tools")):
         kind = checked(f"tools[{i}]", tool, dict, "an object").get("type")
         if kind != "function":
             raise not_served(f"tools[{i}].type", kind, ("function",))
@@ -120,13 +122,17 @@ def _tools(given: Any, choice: Any, paths: ClientPaths) -> tuple[Any, Any]:
         kind = choice.get("type")
         if kind == "allowed_tools":
             allowed = checked("tool_choice.tools", choice.get("tools"), list, "a list of tools")
-            names = [tool.get("name") if isinstance(tool, dict) else None for tool in allowed]
-            known = [tool.get("name") for _, tool in tools]
-            for i, name in enumerate(names):
-                if name is None or name not in known:
+            known = {name for _, tool in tools if isinstance(name := tool.get("name"), str)}
+            names = set()
+            for i, tool in enumerate(allowed):
+                name = tool.get("name") if isinstance(tool, dict) else None
+                if not isinstance(name, str) or name not in known:
                     raise wrong(f"tool_choice.tools[{i}].name", name, "the name of a tool")
-            tools = [(i, tool) for i, tool in tools if tool.get("name") in names]
+                names.add(name)
+            tools = [(i, tool) for i, tool in tools if isinstance(tool.get("name"), str) and tool["name"] in names]
             choice = choice.get("mode")
+            if choice not in _MODES:
+                raise wrong("tool_choice.mode", choice, f"one of {', '.join(_MODES)}")
             paths.note("tool_choice", "tool_choice.mode")
         elif kind == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -200,7 +206,7 @@ class _History:
 
 
 def _add_item(history: _History, path: str, item: Mapping[str, Any]) -> None:
-    kind = item.get("type") or "message"
+    kind = "message" if item.get("type") is None else item["type"]
     if kind not in _ITEMS:
         raise not_served(f"{path}.type", kind, _ITEMS)
     if kind == "message":
@@ -214,7 +220,8 @@ def _add_item(history: _History, path: str, item: Mapping[str, Any]) -> None:
             history.add(path, {"role": role, "content": content})
     elif kind == "reasoning":
         # Only the text itself counts: this server gives neither summaries nor encrypted content.
-        parts = checked(f"{path}.content", item.get("content") or [], list, "a list of content parts")
+        content = [] if item.get("content") is None else item["content"]
+        parts = checked(f"{path}.content", content, list, "a list of content parts")
         texts = [text_part(f"{path}.content[{i}]", part, ("reasoning_text", "text")) for i, part in enumerate(parts)]
         history.add_reasoning(path, "\n".join(texts))
     else:

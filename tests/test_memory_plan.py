@@ -1,0 +1,54 @@
+"""What an engine will keep in memory, told before anything is loaded."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import dsv4jax
+from dsv4jax.cache import CacheConfig
+from dsv4jax.config import ModelConfig
+from dsv4jax.engine import memory_plan as module
+from dsv4jax.engine.memory_plan import memory_plan, pages_that_fit
+from dsv4jax.numerics import REFERENCE
+
+CACHE = CacheConfig(slots=4, pages=1, page_size=64)
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    return ModelConfig.from_checkpoint(Path(dsv4jax.__file__).parent / "default_model")
+
+
+def set_free(monkeypatch, free):
+    monkeypatch.setattr(module, "available_device_memory", lambda device: free)
+    monkeypatch.setattr(module, "available_host_memory", lambda: None)
+
+
+def test_no_page_fits_is_not_the_same_as_unknown(cfg, monkeypatch):
+    set_free(monkeypatch, None)
+    assert pages_that_fit(cfg, CACHE, REFERENCE, 0) is None
+    set_free(monkeypatch, 1 << 20)
+    assert pages_that_fit(cfg, CACHE, REFERENCE, 0) == 0
+
+
+@pytest.mark.parametrize("spare", [0, 1 << 20])
+@pytest.mark.parametrize("options", [{}, {"tables_on_device": False, "fraction": 0.5}])
+def test_the_pages_that_fit_are_those_with_which_the_plan_fits(cfg, monkeypatch, spare, options):
+    set_free(monkeypatch, 20 << 20)
+    pages = pages_that_fit(cfg, CACHE, REFERENCE, spare, **options)
+    assert pages > 1
+    memory_plan(cfg, dataclasses.replace(CACHE, pages=pages), REFERENCE, workspace=spare, **options).require()
+    more = memory_plan(cfg, dataclasses.replace(CACHE, pages=pages + 1), REFERENCE, workspace=spare, **options)
+    with pytest.raises(ValueError, match="not enough memory: the memory plan needs"):
+        more.require()
+
+
+def test_the_table_names_every_purpose_and_what_is_unknown(cfg, monkeypatch):
+    set_free(monkeypatch, None)
+    plan = memory_plan(cfg, CACHE, REFERENCE)
+    plan.require()
+    table = plan.table()
+    names = [line.split()[0] for line in table.splitlines()]
+    assert names == ["weights", "tables", "pages", "windows", "sampling", "workspace", "total"]
+    assert "known after compiling" in table and "(unknown)" in table
