@@ -583,9 +583,7 @@ def test_a_long_list_of_ordinary_tools_is_served(vocabulary, request):
     )
     assert 200_000 < sum(len(tool.parameters) for tool in tools) < 300_000
     tokenizer = request.getfixturevalue(vocabulary)
-    start = time.monotonic()
     grammar = GrammarCompiler(tokenizer).compile(ToolCalls(tools, required=True), "tools")
-    assert time.monotonic() - start < 10
     arguments = {"parameter_7_4": {"city": "x", "zip": 3}, "parameter_7_0": "y"}
     assert accepts(tokenizer, grammar, arguments, "server_7_tool")
     assert not accepts(tokenizer, grammar, {"parameter_8_0": "y"}, "server_7_tool")
