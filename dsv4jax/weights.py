@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
@@ -87,6 +87,21 @@ class Mxfp4Weight:
 Weight = DenseWeight | Fp8Weight | Mxfp4Weight
 
 
+@flax.struct.dataclass
+class Activations:
+    """Input of several linears: its values, and their FP8 form (`QuantizedActivations`) where a kernel has made it."""
+
+    values: Float[Array, "rows inner"]
+    quantized: Any = None
+
+    def take(self, rows: Int[Array, " taken"]) -> "Activations":
+        """Some of the rows."""
+        quantized = self.quantized
+        if quantized is not None:  # whose scales are [groups, rows]
+            quantized = quantized.replace(elements=quantized.elements[rows], scale=quantized.scale[:, rows])
+        return Activations(self.values[rows], quantized)
+
+
 def declare_array(shape: tuple[int, ...], stored: str, axes: tuple[str | None, ...], **kwargs: Any) -> nnx.Param:
     """A bare tensor."""
     return nnx.Param(ArraySpec(shape, stored, axes, **kwargs))
@@ -144,12 +159,20 @@ def select_expert(weight: Weight, expert: Array) -> Weight:
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, expert, keepdims=False), weight)
 
 
-def linear(x: Float[Array, "*rows inner"], weight: Weight | nnx.Param, numerics: Numerics) -> Float[Array, "*rows out"]:
+def linear(
+    x: Float[Array, "*rows inner"] | Activations, weight: Weight | nnx.Param, numerics: Numerics
+) -> Float[Array, "*rows out"]:
     """y = x Wᵀ with fp32 accumulation and one rounding to the type of x (section 5.4).
 
     The input of a quantised weight is first quantised to FP8 per 32 channels.
     """
     weight = _value(weight)
+    x, quantized = (x.values, x.quantized) if isinstance(x, Activations) else (x, None)
+    if numerics.implementation == "pallas" and isinstance(weight, Fp8Weight):
+        from pallas_kernels import fp8_linear  # which needs the types above
+
+        rows = quantized or fp8_linear.quantize_activations(x.reshape(-1, x.shape[-1]))
+        return fp8_linear.fp8_linear(rows, weight).reshape(*x.shape[:-1], -1)
     if numerics.quantize_activations and not isinstance(weight, DenseWeight):
         x = qdq_fp8(x)
     return matmul(x, dequantize(weight, x.dtype)).astype(x.dtype)

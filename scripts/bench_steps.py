@@ -6,6 +6,7 @@ Decode runs on a cache of random records, prefill on random tokens; every time i
 before. Also compares prefill + decode with the whole-sequence run on a short prompt.
 """
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -24,6 +25,7 @@ from dsv4jax.cache import COMPRESSED_ENTRY, INDEX_KEY, WINDOW_KEY, Cache, CacheC
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
+from dsv4jax.packing import pack_params
 from dsv4jax.params import Params, abstract_params, named_leaves
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling_settings import RequestSampling
@@ -32,9 +34,12 @@ from dsv4jax.steps import decode_step, forward, prefill_step
 _LAYERS = flags.DEFINE_integer("layers", 6, "Layers of the reduced released configuration.")
 _EXPERTS = flags.DEFINE_integer("experts", 384, "Routed experts per layer.")
 _ENGRAM = flags.DEFINE_integer("engram_vocab_size", 100_000, "Where the prime search for the Engram tables starts.")
-_DECODE = flags.DEFINE_multi_string("decode", ["1x4096", "8x4096", "64x4096", "8x32768"], "requests x context.")
+_DECODE = flags.DEFINE_multi_string(
+    "decode", ["1x1x4096", "8x1x4096", "64x1x4096", "8x1x32768"], "requests x tokens per request x context."
+)
 _PREFILL = flags.DEFINE_multi_integer("prefill", [512, 2048], "Tokens of one prompt per step.")
 _NUMERICS = flags.DEFINE_enum("numerics", "reference", ["reference", "fast"], "Where to round.")
+_IMPLEMENTATION = flags.DEFINE_enum("implementation", "reference", ["reference", "pallas"], "Plain JAX or kernels.")
 _COMPARE = flags.DEFINE_bool("compare", True, "Also compare prefill + decode with the whole-sequence run.")
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Timed calls per point.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
@@ -117,24 +122,27 @@ def ceilings() -> dict[str, float]:
     }
 
 
-def decode_weight_bytes(cfg: ModelConfig, requests: int) -> float:
+def decode_weight_bytes(cfg: ModelConfig, tokens: int) -> float:
     """Fewest weight bytes a decode step reads: shared weights once, each expert that uniform routing picks once."""
     d, layers = cfg.hidden_size, cfg.num_hidden_layers
     expert = 3 * d * cfg.moe_intermediate_size * (0.5 + 1 / 32)
-    picked = cfg.n_routed_experts * (1 - (1 - cfg.num_experts_per_tok / cfg.n_routed_experts) ** requests)
+    picked = cfg.n_routed_experts * (1 - (1 - cfg.num_experts_per_tok / cfg.n_routed_experts) ** tokens)
     attention = cfg.q_lora_rank * d + cfg.num_attention_heads * cfg.head_dim * (cfg.q_lora_rank + cfg.o_lora_rank)
     attention += cfg.head_dim * d + d * cfg.o_groups * cfg.o_lora_rank
     shared = 3 * d * cfg.moe_intermediate_size + 2 * 24 * cfg.hc_mult * d * 4 + 2 * cfg.n_routed_experts * d
     return layers * (picked * expert + attention + shared) + 2 * cfg.vocab_size * d
 
 
-def time_decode(params, cfg: ModelConfig, numerics: Numerics, requests: int, context: int) -> float:
-    """Seconds of one decode step of one token per request."""
-    pages = ceil_div(context + 1, _PAGE)
+def time_decode(
+    params, cfg: ModelConfig, numerics: Numerics, requests: int, tokens_per_request: int, context: int
+) -> float:
+    """Seconds of one decode step."""
+    pages = ceil_div(context + tokens_per_request, _PAGE)
     cache_cfg = CacheConfig(slots=requests, pages=pages * requests, page_size=_PAGE)
     cache = random_cache(cfg, cache_cfg, numerics)
-    tokens = [DecodeTokens([17 + i], context, i, range(i * pages, (i + 1) * pages), _GREEDY) for i in range(requests)]
-    batch = decode_batch(cfg, cache_cfg, tokens, DecodeBucket(requests, pages))
+    newest = [list(range(17 + i, 17 + i + tokens_per_request)) for i in range(requests)]
+    tokens = [DecodeTokens(newest[i], context, i, range(i * pages, (i + 1) * pages), _GREEDY) for i in range(requests)]
+    batch = decode_batch(cfg, cache_cfg, tokens, DecodeBucket(requests, pages, tokens_per_request))
     batch = jax.device_put(batch)
     state = [cache]
 
@@ -198,11 +206,14 @@ def main(argv: list[str]) -> None:
     )
     begin = time.perf_counter()
     params = jax.block_until_ready(random_params(cfg))
+    if _IMPLEMENTATION.value == "pallas":
+        params = pack_params(params)
     report = {
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "numerics": _NUMERICS.value,
+        "implementation": _IMPLEMENTATION.value,
         "modes": [cfg.mode(i) for i in range(cfg.num_hidden_layers)],
         "experts": cfg.n_routed_experts,
         "parameter_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
@@ -212,17 +223,19 @@ def main(argv: list[str]) -> None:
         "prefill": [],
     }
     bandwidth = report["ceilings"]["read_write_bytes_per_second"]
-    numerics = FAST if _NUMERICS.value == "fast" else REFERENCE
+    numerics = dataclasses.replace(
+        FAST if _NUMERICS.value == "fast" else REFERENCE, implementation=_IMPLEMENTATION.value
+    )
     if _COMPARE.value:
         report["prefill_decode_against_forward"] = compare_with_forward(params, cfg, numerics)
         print(report["prefill_decode_against_forward"], flush=True)
     for point in _DECODE.value:
-        requests, context = map(int, point.split("x"))
-        seconds = time_decode(params, cfg, numerics, requests, context)
-        floor = decode_weight_bytes(cfg, requests) / bandwidth
+        requests, tokens, context = map(int, point.split("x"))
+        seconds = time_decode(params, cfg, numerics, requests, tokens, context)
+        floor = decode_weight_bytes(cfg, requests * tokens) / bandwidth
         report["decode"].append(
             {
-                "requests": requests, "context": context, "milliseconds": seconds * 1e3,
+                "requests": requests, "tokens": tokens, "context": context, "milliseconds": seconds * 1e3,
                 "weight_floor_milliseconds": floor * 1e3, "share_of_ceiling": floor / seconds,
             }
         )  # fmt: skip

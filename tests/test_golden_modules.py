@@ -20,7 +20,7 @@ from dsv4jax.model.moe import sqrt_softplus
 from dsv4jax.model.rope import rotate, rotation
 from dsv4jax.model.transformer import Layer, merge
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import linear_fp32
+from dsv4jax.weights import Activations, linear_fp32
 
 Arrays = dict[str, jax.Array]
 State = tuple[Cache, Selection | None]
@@ -81,8 +81,8 @@ def attention_captures(
     layout, windows = sequence(g)
     by = rotation(cfg, layout.positions, compressed=bool(ratio))
     made = {}
-    made["q_latent"], made["q_rope"] = attn.query(x, by, numerics)
-    made["kv_rope"] = attn.window_key(x, by, numerics)
+    made["q_latent"], made["q_rope"] = attn.query(Activations(x), by, numerics)
+    made["kv_rope"] = attn.window_key(Activations(x), by, numerics)
     key = WINDOW_KEY.store(made["kv_rope"], numerics)
     made["kv"] = WINDOW_KEY.load(key, numerics)
     if i in cfg.kv_source_layer_ids:
@@ -98,7 +98,7 @@ def attention_captures(
         keys = first_page(INDEX_KEY, cache.index_keys[attn.source], len(x) // ratio, numerics)
         scores = index_scores(made["idx_q"], made["idx_weights"], keys, numerics)
         made["idx_scores"] = jnp.where(seen, scores, -jnp.inf)
-    made["attn_out"], cache, selection = attn(x, layout, windows, by, cache, selection, numerics)
+    made["attn_out"], cache, selection = attn(Activations(x), layout, windows, by, cache, selection, numerics)
     if ratio:
         made["topk"] = selection.positions
     if ratio and selection.candidates is not None:
@@ -147,14 +147,14 @@ def block_captures(
         mix = layer.mix("hc_attn" if site == "attn_hc" else "hc_ffn", before)
         made |= {f"{site}_pre": mix.pre, f"{site}_post": mix.post, f"{site}_comb": mix.residual}
         golden_mix[site] = Mix(*(inputs[f"{site}_{part}"] for part in ("pre", "post", "comb")))
-    made["attn_in"] = layer.enter("hc_attn", settled_residual(streams, inputs["pre_mix_in"]))[1]
+    made["attn_in"] = layer.enter("hc_attn", settled_residual(streams, inputs["pre_mix_in"]), numerics)[1].values
     made["streams_mid"] = expand(inputs["attn_out"], streams, golden_mix["attn_hc"])
     made["moe_in"] = layer.ffn_norm(collapse(inputs["streams_mid"], inputs["attn_hc_pre"]))
     x, ffn = inputs["moe_in"], layer.ffn
     made["gate_scores"] = sqrt_softplus(linear_fp32(x, ffn.gate.weight[...]))
     made["gate_indices"], made["gate_weights"] = ffn.gate(x, layout.image_mask, ffn.k, ffn.scale)
-    made["moe_shared"] = ffn.shared_experts(x, numerics)
-    made["moe_out"], _ = ffn(x, layout.valid, layout.image_mask, numerics)
+    made["moe_shared"] = ffn.shared_experts(Activations(x), numerics)
+    made["moe_out"], _ = ffn(Activations(x), layout.valid, layout.image_mask, numerics)
     return made, expand(inputs["moe_out"], inputs["streams_mid"], golden_mix["ffn_hc"]), golden_mix["ffn_hc"].pre
 
 

@@ -15,7 +15,7 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.model.moe import MoE, Router, SharedExpert, sqrt_softplus
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
 from dsv4jax.quant import pack_nibbles
-from dsv4jax.weights import DenseWeight, Fp8Weight, Mxfp4Weight, dequantize
+from dsv4jax.weights import Activations, DenseWeight, Fp8Weight, Mxfp4Weight, dequantize
 from pallas_kernels.moe_experts import moe_experts
 from pallas_kernels.moe_experts.reference import swiglu
 
@@ -334,7 +334,7 @@ def test_the_clamp_holds_in_routed_and_shared_experts(numerics):
     for name, w in (("w1", select_gate), ("w3", select_up), ("w2", identity)):
         weight = Fp8Weight(jnp.asarray(w.astype(ml_dtypes.float8_e4m3fn)), jnp.full((1, 1), 127, jnp.uint8))
         setattr(shared, name, nnx.Param(weight))
-    out = jax.jit(lambda x: shared(x, numerics))(x.astype(BF16))
+    out = jax.jit(lambda x: shared(Activations(x), numerics))(x.astype(BF16))
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2.0**-4, atol=1e-18)
 
 
@@ -347,7 +347,7 @@ def test_the_module_adds_the_shared_expert_and_counts_valid_tokens():
         swiglu_limit=LIMIT, quantized=False,
     )  # fmt: skip
     rng = np.random.default_rng(7)
-    module = MoE(cfg, EXPERTS, K)
+    module = MoE(cfg, EXPERTS, K, packed=False)
     gate = rng.normal(size=(EXPERTS, HIDDEN)).astype(np.float32) / 8
     bias, bias_vl = rng.normal(size=(2, EXPERTS)).astype(np.float32)
     module.gate.weight = nnx.Param(jnp.asarray(gate))
@@ -357,7 +357,7 @@ def test_the_module_adds_the_shared_expert_and_counts_valid_tokens():
         setattr(module.shared_experts, name, nnx.Param(DenseWeight(stack.weight[0] * 2)))
     x = rng.normal(size=(30, HIDDEN)).astype(np.float32)
     valid, image_mask = np.arange(30) % 4 != 2, np.arange(30) % 3 == 0
-    y, load = jax.jit(lambda *a: module(*a, FLOAT32))(jnp.asarray(x), valid, image_mask)
+    y, load = jax.jit(lambda x, *masks: module(Activations(x), *masks, FLOAT32))(jnp.asarray(x), valid, image_mask)
 
     experts, weights = expected_route(x @ gate.T, np.where(image_mask[:, None], bias_vl, bias), K, 1.5)
     expected = expected_output(x, experts, weights, valid, "dense", quantized=False, rounded=False)

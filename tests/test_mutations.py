@@ -30,6 +30,7 @@ from dsv4jax.model.rope import Rotation, rotate
 from dsv4jax.model.transformer import merge
 from dsv4jax.params import named_leaves
 from dsv4jax.quant import ceil_div, qdq_fp8
+from dsv4jax.weights import Activations
 from pallas_kernels.moe_experts import reference
 from pallas_kernels.sparse_attention import reference as sparse_attention
 
@@ -183,10 +184,10 @@ def _build_into_streams(patch: pytest.MonkeyPatch, m: Switches) -> None:
         transposed = jnp.swapaxes(mix.residual, -1, -2)
         return expand(y, streams, mix.replace(residual=jnp.where(m["residual_transposed"], transposed, mix.residual)))
 
-    def enter_with_own_mix(self, site, residual):
-        streams, x, mix = enter(self, site, residual)
+    def enter_with_own_mix(self, site, residual, numerics):
+        streams, x, mix = enter(self, site, residual, numerics)
         own = self.attn_norm(block.collapse(streams, mix.pre))
-        return streams, jnp.where(m["own_mix"] & (site == "hc_attn"), own, x), mix
+        return streams, Activations(jnp.where(m["own_mix"] & (site == "hc_attn"), own, x.values)), mix
 
     patch.setattr(
         hyper_connections, "sinkhorn", lambda logits, iterations, eps: sinkhorn(logits, m["hc_sinkhorn_iters"], eps)
@@ -441,7 +442,7 @@ def test_window_keys_quantised(name, mistake, monkeypatch):
     by = rope.rotation(g.cfg, jnp.arange(len(x)), compressed=False)
 
     def wrong_share():
-        key = WINDOW_KEY.load(WINDOW_KEY.store(attn.window_key(x, by, FLOAT32), FLOAT32), FLOAT32)
+        key = WINDOW_KEY.load(WINDOW_KEY.store(attn.window_key(Activations(x), by, FLOAT32), FLOAT32), FLOAT32)
         return np.mean(np.abs(key - data["L00.kv"][0]).max(-1) > 10 * 2e-5)
 
     assert wrong_share() <= 0.01

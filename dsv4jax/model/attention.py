@@ -4,17 +4,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from dsv4jax.cache import COMPRESSED_ENTRY, INDEX_KEY, WINDOW_KEY, Cache, replace_at
 from dsv4jax.config import ModelConfig
 from dsv4jax.model.compressor import Compressor
 from dsv4jax.model.indexer import Indexer, Selection
-from dsv4jax.model.layout import TileWindow, TokenLayout, over_tiles
+from dsv4jax.model.layout import TileWindow, TokenLayout
 from dsv4jax.model.norm import RMSNorm
 from dsv4jax.model.rope import Rotation, rotate, rotation
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import declare_array, declare_fp8, dequantize, linear
+from dsv4jax.weights import Activations, declare_array, declare_fp8, dequantize, linear
+from pallas_kernels.fp8_linear import fp8_grouped_linear
+from pallas_kernels.sparse_attention import sparse_attention
 
 
 class Attention(nnx.Module):
@@ -41,16 +43,14 @@ class Attention(nnx.Module):
                 self.indexer = Indexer(cfg, layer)
 
     def query(
-        self, x: Float[Array, "tokens hidden"], by: Rotation, numerics: Numerics
+        self, x: Activations, by: Rotation, numerics: Numerics
     ) -> tuple[Float[Array, "tokens q_lora"], Float[Array, "tokens heads dim"]]:
         """The normalised low-rank query, which also feeds the indexer, and the rotated heads (3.1: no head norm)."""
         q_latent = self.q_norm(linear(x, self.wq_a, numerics))
         q = linear(q_latent, self.wq_b, numerics).reshape(-1, self.cfg.num_attention_heads, self.cfg.head_dim)
         return q_latent, rotate(q, jax.tree.map(lambda a: a[:, None], by))
 
-    def window_key(
-        self, x: Float[Array, "tokens hidden"], by: Rotation, numerics: Numerics
-    ) -> Float[Array, "tokens dim"]:
+    def window_key(self, x: Activations, by: Rotation, numerics: Numerics) -> Float[Array, "tokens dim"]:
         """Key and value of each token, before quantisation (3.2)."""
         return rotate(self.kv_norm(linear(x, self.wkv, numerics)), by)
 
@@ -80,7 +80,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "tokens hidden"],
+        x: Activations,
         layout: TokenLayout,
         windows: TileWindow,
         by: Rotation,
@@ -94,17 +94,17 @@ class Attention(nnx.Module):
             # A KV source starts afresh: selections and candidates of other entries mean nothing here.
             previous = None if self.layer in self.cfg.kv_source_layer_ids else selection
             keys = cache.index_keys[self.source]
-            published = self.indexer.select(x, q_latent, by, keys, layout, previous, numerics)
+            published = self.indexer.select(x.values, q_latent, by, keys, layout, previous, numerics)
             kept = published.candidates if previous is None else previous.candidates
             selection = published.replace(candidates=kept)
 
         key = WINDOW_KEY.store(self.window_key(x, by, numerics), numerics)
         ring = cache.windows[self.layer]
-        o = self.attend(q, key, ring, layout, windows, cache, selection, numerics)
+        o = self.attend(q, key, ring, layout, windows, by, cache, selection, numerics)
         slots = layout.write_slots(ring.shape[1])
         ring = ring.at[slots, layout.positions % ring.shape[1]].set(key, mode="drop")
         cache = cache.replace(windows=replace_at(cache.windows, self.layer, ring))
-        return self.project(o, by, numerics), cache, selection
+        return self.project(o, numerics), cache, selection
 
     def attend(
         self,
@@ -113,77 +113,34 @@ class Attention(nnx.Module):
         ring: Array,
         layout: TokenLayout,
         windows: TileWindow,
+        by: Rotation,
         cache: Cache,
         selection: Selection | None,
         numerics: Numerics,
     ) -> Float[Array, "tokens heads dim"]:
-        """Attention over window keys of this step or the ring, and over selected entries of the pages."""
-        selected = layout.tiles(selection.positions) if self.ratio else None
+        """Attention over window keys of this step or the ring and over selected entries of the pages, un-rotated."""
+        entries = dict(pool=cache.entries[self.source], selected=selection.positions) if self.ratio else {}
+        return sparse_attention(
+            q,
+            key,
+            ring,
+            layout,
+            windows,
+            by,
+            self.attn_sink[...],
+            **entries,
+            numerics=numerics,
+            implementation=numerics.implementation,
+        )
 
-        def one_tile(tile):
-            q, window, request, chosen = tile
-            step, kept = key[window.step_index], ring[window.slots, window.positions % ring.shape[1]]
-            near = WINDOW_KEY.load(jnp.where(window.in_step[:, None], step, kept), numerics)
-            far = seen = None
-            if chosen is not None:
-                pool = cache.entries[self.source]
-                page = layout.page_table[request][jnp.maximum(chosen, 0) // pool.shape[1]]
-                far = COMPRESSED_ENTRY.load(pool[page, chosen % pool.shape[1]], numerics)
-                seen = chosen >= 0
-            return attention(q, near, window.visible, far, seen, self.attn_sink[...])
-
-        keys = windows.positions.shape[1] + (selected.shape[-1] if self.ratio else 0)
-        size = layout.tile * keys * 4 * (self.cfg.num_attention_heads + self.cfg.head_dim)
-        tiles = (layout.tiles(q), windows, layout.tile_requests, selected)
-        return over_tiles(one_tile, tiles, size).reshape(q.shape)
-
-    def project(
-        self, o: Float[Array, "tokens heads dim"], by: Rotation, numerics: Numerics
-    ) -> Float[Array, "tokens hidden"]:
-        """Un-rotation and grouped low-rank output; wo_a takes activations unquantised (3.7)."""
+    def project(self, o: Float[Array, "tokens heads dim"], numerics: Numerics) -> Float[Array, "tokens hidden"]:
+        """Grouped low-rank output; wo_a takes activations unquantised (3.7)."""
         cfg = self.cfg
-        o = rotate(o, jax.tree.map(lambda a: a[:, None], by.inverse()))
         groups = o.reshape(o.shape[0], cfg.o_groups, -1)
+        if numerics.implementation == "pallas":
+            return linear(fp8_grouped_linear(groups, self.wo_a.get_value()), self.wo_b, numerics)
         wo_a = dequantize(self.wo_a, o.dtype).reshape(cfg.o_groups, cfg.o_lora_rank, -1)
         z = jnp.einsum(
             "tgi,goi->tgo", groups, wo_a, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
         )
         return linear(z.astype(o.dtype).reshape(o.shape[0], -1), self.wo_b, numerics)
-
-
-def attention(
-    q: Float[Array, "queries heads dim"],
-    near: Float[Array, "keys dim"],
-    near_visible: Bool[Array, "queries keys"],
-    far: Float[Array, "queries selected dim"] | None,
-    far_visible: Bool[Array, "queries selected"] | None,
-    sink: Float[Array, " heads"],
-) -> Float[Array, "queries heads dim"]:
-    """Softmax over window keys, selected entries and a valueless sink, scale dim^-½ (section 3.6).
-
-    Probabilities are rounded to the type of q for the value product, the denominator sums them unrounded. Keys that are
-    not visible may hold anything; a query that sees nothing yields zeros.
-    """
-
-    def dot(spec, a, b):
-        return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-    near = jnp.where(jnp.any(near_visible, 0)[:, None], near, 0)
-    scores = dot("qhd,kd->qhk", q, near)
-    visible = near_visible
-    if far is not None:
-        far = jnp.where(far_visible[..., None], far, 0)
-        scores = jnp.concatenate([scores, dot("qhd,qkd->qhk", q, far)], -1)
-        visible = jnp.concatenate([near_visible, far_visible], -1)
-    visible = visible[:, None]
-    scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -jnp.inf)
-    top = jnp.maximum(jnp.max(scores, -1, keepdims=True), -1e30)
-    p = jnp.where(visible, jnp.exp(scores - top), 0)
-    total = jnp.sum(p, -1) + jnp.exp(sink - top[..., 0])
-    p = p.astype(q.dtype)
-    width = near.shape[0]
-    value = dot("qhk,kd->qhd", p[..., :width], near)
-    if far is not None:
-        value = value + dot("qhk,qkd->qhd", p[..., width:], far)
-    seen = jnp.any(visible, -1, keepdims=True)
-    return jnp.where(seen, value / total[..., None], 0).astype(q.dtype)

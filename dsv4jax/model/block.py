@@ -13,17 +13,18 @@ from dsv4jax.model.moe import MoE
 from dsv4jax.model.norm import RMSNorm
 from dsv4jax.model.rope import Rotation
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import declare_array
+from dsv4jax.weights import Activations, declare_array
+from pallas_kernels.hyper_connections import SiteWeights, hyper_connection_site
 
 
 class Block(nnx.Module):
     """Weights of a layer or of a draft stage, and the layer's forward pass."""
 
-    def __init__(self, cfg: ModelConfig, layer: int, experts: int, experts_per_token: int):
+    def __init__(self, cfg: ModelConfig, layer: int, experts: int, experts_per_token: int, packed: bool):
         self.cfg = cfg
         self.attn = Attention(cfg, layer)
         self.attn_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, "embed")
-        self.ffn = MoE(cfg, experts, experts_per_token)
+        self.ffn = MoE(cfg, experts, experts_per_token, packed)
         self.ffn_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, "embed")
         mixes = (2 + cfg.hc_mult) * cfg.hc_mult
         for site in ("hc_attn", "hc_ffn"):
@@ -41,20 +42,25 @@ class Block(nnx.Module):
         return predict_mix(streams, fn, base, scale, self.cfg)
 
     def enter(
-        self, site: str, residual: Residual
-    ) -> tuple[Float[Array, "tokens streams hidden"], Float[Array, "tokens hidden"], Mix]:
+        self, site: str, residual: Residual, numerics: Numerics
+    ) -> tuple[Float[Array, "tokens streams hidden"], Activations, Mix]:
         """At site `hc_attn` or `hc_ffn`: the settled streams, the input of the sublayer, and the mix predicted here.
 
         The sublayer's input is collapsed with the mix carried by `residual` and normalised.
         """
-        streams = residual.settled()
         norm = {"hc_attn": self.attn_norm, "hc_ffn": self.ffn_norm}[site]
-        return streams, norm(collapse(streams, residual.mix.pre)), self.mix(site, streams)
+        if numerics.implementation == "pallas":
+            fn, base, scale = (getattr(self, f"{site}_{part}").get_value() for part in ("fn", "base", "scale"))
+            weights = SiteWeights(fn, base, scale, norm.weight.get_value())
+            streams, x, quantized, mix = hyper_connection_site(residual, weights, self.cfg, implementation="pallas")
+            return streams, Activations(x, quantized), mix
+        streams = residual.settled()
+        return streams, Activations(norm(collapse(streams, residual.mix.pre))), self.mix(site, streams)
 
     def __call__(
         self,
         streams: Float[Array, "tokens streams hidden"],
-        x: Float[Array, "tokens hidden"],
+        x: Activations,
         mix: Mix,
         layout: TokenLayout,
         windows: TileWindow,
@@ -68,6 +74,6 @@ class Block(nnx.Module):
         Returns what the next layer enters with, cache, selection in force, expert load.
         """
         y, cache, selection = self.attn(x, layout, windows, by, cache, selection, numerics)
-        streams, x, mix = self.enter("hc_ffn", Residual(streams, y, mix))
+        streams, x, mix = self.enter("hc_ffn", Residual(streams, y, mix), numerics)
         y, load = self.ffn(x, layout.valid, layout.image_mask, numerics)
         return Residual(streams, y, mix), cache, selection, load

@@ -11,9 +11,9 @@ from dsv4jax.weights import declare_dense, declare_fp8
 class DraftStage(Block):
     """`mtp.N`: a window-only layer; the first stage owns the feature projection, the last the heads."""
 
-    def __init__(self, cfg: ModelConfig, stage: int):
+    def __init__(self, cfg: ModelConfig, stage: int, packed: bool):
         layer = cfg.num_hidden_layers + stage
-        super().__init__(cfg, layer, cfg.dspark_n_routed_experts, cfg.dspark_num_experts_per_tok)
+        super().__init__(cfg, layer, cfg.dspark_n_routed_experts, cfg.dspark_num_experts_per_tok, packed)
         hidden, rank = cfg.hidden_size, cfg.dspark_markov_rank
         if stage == 0:
             features = len(cfg.dspark_target_layer_ids) * hidden

@@ -14,6 +14,7 @@ from dsv4jax.model.norm import RMSNorm
 from dsv4jax.model.rope import Rotation, rotate
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_dense, declare_fp8, linear
+from pallas_kernels.index_select import index_select
 
 
 @flax.struct.dataclass
@@ -22,8 +23,9 @@ class Selection:
 
     positions: Int32[Array, "tokens topk"]
     """Selected entries, ascending; -1 for unused places, which come last."""
-    candidates: Bool[Array, "tokens blocks"] | None = None
-    """Candidate blocks of the candidate source; None while every block is one."""
+    candidates: Bool[Array, "tokens blocks"] | Int32[Array, "tokens budget"] | None = None
+    """Candidate blocks of the candidate source, as a mask, or for the kernels as an ascending list that -1 fills up;
+    None while every block is one."""
 
 
 class Indexer(nnx.Module):
@@ -80,6 +82,16 @@ class Indexer(nnx.Module):
         many_blocks = entries > cfg.candidate_topk_blocks * cfg.candidate_block_size
         restrict = None if self.publishes_candidates or previous is None else previous.candidates
 
+        q, weights = self.query(q_latent, by, numerics), self.head_weights(x, numerics)
+        if numerics.implementation == "pallas":
+            positions, published = index_select(
+                q, weights, pool, layout.page_table, layout.tile_requests, visible, keep, restrict,
+                block_size=cfg.candidate_block_size,
+                publish=cfg.candidate_topk_blocks if self.publishes_candidates and many_blocks else 0,
+                implementation="pallas",
+            )  # fmt: skip
+            return Selection(positions, published)
+
         def one_tile(tile):
             q, weights, visible, request, candidates = tile
             keys = INDEX_KEY.load(pool[layout.page_table[request]], numerics).reshape(entries, -1)
@@ -93,8 +105,8 @@ class Indexer(nnx.Module):
             return Selection(select_top(scores, visible, keep), published)
 
         arguments = (
-            layout.tiles(self.query(q_latent, by, numerics)),
-            layout.tiles(self.head_weights(x, numerics)),
+            layout.tiles(q),
+            layout.tiles(weights),
             layout.tiles(visible),
             layout.tile_requests,
             None if restrict is None else layout.tiles(restrict),

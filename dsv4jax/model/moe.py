@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import declare_array, declare_experts, declare_fp8, linear, linear_fp32
+from dsv4jax.weights import Activations, declare_array, declare_experts, declare_fp8, linear, linear_fp32
 from pallas_kernels.moe_experts import moe_experts
 from pallas_kernels.moe_experts.reference import swiglu
 
@@ -32,9 +32,13 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """`ffn.experts`: stacks of the routed experts' weights."""
+    """`ffn.experts`: stacks of the routed experts' weights, or what `pack_experts` made of them."""
 
-    def __init__(self, experts: int, cfg: ModelConfig):
+    def __init__(self, experts: int, cfg: ModelConfig, packed: bool):
+        self.is_packed = packed
+        if packed:
+            self.packed = nnx.Param(None)
+            return
         width, hidden = cfg.moe_intermediate_size, cfg.hidden_size
         self.w1 = declare_experts(cfg, experts, width, hidden, ("expert", "expert_width", "embed"))
         self.w2 = declare_experts(cfg, experts, hidden, width, ("expert", "embed", "expert_width"))
@@ -50,37 +54,39 @@ class SharedExpert(nnx.Module):
         self.w2 = declare_fp8(cfg, cfg.hidden_size, cfg.moe_intermediate_size, ("embed", "expert_width"))
         self.w3 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("expert_width", "embed"))
 
-    def __call__(self, x: Float[Array, "tokens hidden"], numerics: Numerics) -> Float[Array, "tokens hidden"]:
+    def __call__(self, x: Activations, numerics: Numerics) -> Float[Array, "tokens hidden"]:
         z = swiglu(linear(x, self.w1, numerics), linear(x, self.w3, numerics), self.limit)
-        return linear(z.astype(x.dtype), self.w2, numerics)
+        return linear(z.astype(x.values.dtype), self.w2, numerics)
 
 
 class MoE(nnx.Module):
     """`ffn`: routed plus shared expert."""
 
-    def __init__(self, cfg: ModelConfig, experts: int, experts_per_token: int):
+    def __init__(self, cfg: ModelConfig, experts: int, experts_per_token: int, packed: bool):
         self.k = experts_per_token
         self.scale = cfg.routed_scaling_factor
         self.limit = cfg.swiglu_limit
         self.gate = Router(experts, cfg)
-        self.experts = Experts(experts, cfg)
+        self.experts = Experts(experts, cfg, packed)
         self.shared_experts = SharedExpert(cfg)
 
     def __call__(
         self,
-        x: Float[Array, "tokens hidden"],
+        x: Activations,
         valid: Bool[Array, " tokens"],
         image_mask: Bool[Array, " tokens"],
         numerics: Numerics,
     ) -> tuple[Float[Array, "tokens hidden"], Int[Array, " experts"]]:
         """Output, and how many valid tokens each expert got."""
-        experts, weights = self.gate(x, image_mask, self.k, self.scale)
-        w1, w3, w2 = (getattr(self.experts, name).get_value() for name in ("w1", "w3", "w2"))
-        routed = moe_experts(x, experts, weights, valid, w1, w3, w2, limit=self.limit, numerics=numerics)
+        values = x.values
+        experts, weights = self.gate(values, image_mask, self.k, self.scale)
+        names = ("packed",) if self.experts.is_packed else ("w1", "w3", "w2")
+        stacks = (getattr(self.experts, name).get_value() for name in names)
+        routed = moe_experts(values, experts, weights, valid, *stacks, limit=self.limit, numerics=numerics)
         shared = self.shared_experts(x, numerics).astype(jnp.float32)
         count = self.gate.bias[...].shape[0]
         load = jnp.bincount(jnp.where(valid[:, None], experts, count).reshape(-1), length=count + 1)[:count]
-        return (routed + shared).astype(x.dtype), load
+        return (routed + shared).astype(values.dtype), load
 
 
 def sqrt_softplus(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -29,8 +29,8 @@ from dsv4jax.weights import declare_array, declare_dense, dequantize, linear_fp3
 class Layer(Block):
     """`layers.N`: a backbone layer, with Engram where the config has it."""
 
-    def __init__(self, cfg: ModelConfig, layer: int, tables_on_device: bool):
-        super().__init__(cfg, layer, cfg.n_routed_experts, cfg.num_experts_per_tok)
+    def __init__(self, cfg: ModelConfig, layer: int, tables_on_device: bool, packed: bool):
+        super().__init__(cfg, layer, cfg.n_routed_experts, cfg.num_experts_per_tok, packed)
         if layer in cfg.engram_layer_ids:
             self.engram = Engram(cfg, cfg.engram_layer_ids.index(layer), tables_on_device)
 
@@ -52,18 +52,21 @@ class TextOutput:
 
 
 class Model(nnx.Module):
-    """DeepSeek-V4.1-Flash. Attribute paths are the tensor names of the released checkpoint."""
+    """DeepSeek-V4.1-Flash. Attribute paths are the tensor names of the released checkpoint.
 
-    def __init__(self, cfg: ModelConfig, tables_on_device: bool = True):
+    With `packed` the modules hold what `pack_params` makes of the checkpoint's tensors for the kernels.
+    """
+
+    def __init__(self, cfg: ModelConfig, tables_on_device: bool = True, packed: bool = False):
         self.cfg = cfg
         hidden = cfg.hidden_size
         self.embed = declare_dense(cfg.vocab_size, hidden, ("vocab", "embed"))
-        self.layers = nnx.List([Layer(cfg, i, tables_on_device) for i in range(cfg.num_hidden_layers)])
+        self.layers = nnx.List([Layer(cfg, i, tables_on_device, packed) for i in range(cfg.num_hidden_layers)])
         self.norm = RMSNorm(hidden, cfg.rms_norm_eps, "embed")
         self.head = declare_dense(cfg.vocab_size, hidden, ("vocab", "embed"))
         for name in ("image_start", "image_end", "image_newline"):
             setattr(self, name, declare_array((hidden,), "BF16", ("embed",)))
-        self.mtp = nnx.List([DraftStage(cfg, i) for i in range(cfg.num_nextn_predict_layers)])
+        self.mtp = nnx.List([DraftStage(cfg, i, packed) for i in range(cfg.num_nextn_predict_layers)])
         self.vision = Vision(cfg.vision)
         self.aligner = Aligner(cfg)
         self.engram_token_map = declare_array((cfg.vocab_size,), "I32", ("vocab",), derived=True)
@@ -87,16 +90,17 @@ class Model(nnx.Module):
                 seen.append(residual.settled())
                 streams = layer.engram(seen[-1], values, layout.valid & ~layout.image_mask, numerics)
                 residual = settled_residual(streams, residual.mix.pre)
-            streams, x, mix = layer.enter("hc_attn", residual)
+            streams, x, mix = layer.enter("hc_attn", residual, numerics)
             if i not in cfg.engram_layer_ids:
                 seen.append(streams)
             if i in cfg.kv_source_layer_ids:
-                cache = layer.attn.store_entries(x, layout, cache, numerics)
+                cache = layer.attn.store_entries(x.values, layout, cache, numerics)
             if i == cfg.decoder_start:
                 layout, take = decoder_layout(layout, batch, cfg.sliding_window)
                 tables, windows = self._positions(layout)
                 if take is not None:
-                    streams, x, mix = jax.tree.map(lambda a, take=take: a[take], (streams, x, mix))
+                    streams, x = streams[take], x.take(take)
+                    mix = jax.tree.map(lambda a, take=take: a[take], mix)
             by = tables[bool(cfg.ratio(i))]
             residual, cache, selection, load = layer(streams, x, mix, layout, windows, by, cache, selection, numerics)
             loads.append(load)
@@ -164,12 +168,12 @@ def _check_fit(batch: StepBatch, cache: Cache, cfg: ModelConfig, numerics: Numer
 
 
 @functools.lru_cache
-def graphdef(cfg: ModelConfig, tables_on_device: bool = True) -> nnx.GraphDef:
+def graphdef(cfg: ModelConfig, tables_on_device: bool = True, packed: bool = False) -> nnx.GraphDef:
     """The static half of the model."""
-    return nnx.split(Model(cfg, tables_on_device))[0]
+    return nnx.split(Model(cfg, tables_on_device, packed))[0]
 
 
 def merge(cfg: ModelConfig, params: dict[str, Any]) -> Model:
     """The model with `params` in place; to be called inside a traced function."""
-    first = cfg.engram_layer_ids[0]
-    return nnx.merge(graphdef(cfg, "embed" in params["layers"][first]["engram"]), params)
+    first = params["layers"][cfg.engram_layer_ids[0]]
+    return nnx.merge(graphdef(cfg, "embed" in first["engram"], "packed" in first["ffn"]["experts"]), params)

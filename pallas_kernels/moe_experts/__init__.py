@@ -1,5 +1,80 @@
 """Routed experts: gather, gate/up, SwiGLU, routing weight, down, combine."""
 
-from pallas_kernels.moe_experts.reference import moe_experts
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
-__all__ = ["moe_experts"]
+from dsv4jax.numerics import Numerics
+from dsv4jax.weights import Weight
+from pallas_kernels.moe_experts import decode, prefill, reference
+from pallas_kernels.moe_experts.pack import PackedExperts, pack_experts, unpack_experts
+
+__all__ = ["PackedExperts", "moe_experts", "pack_experts", "unpack_experts"]
+
+FEW_ROWS = 20
+"""Rows per expert on average up to which the decode form runs: beyond, most experts need a second of its tiles."""
+
+
+def moe_experts(
+    x: Float[Array, "tokens hidden"],
+    experts: Int[Array, "tokens k"],
+    weights: Float[Array, "tokens k"],
+    valid: Bool[Array, " tokens"],
+    w1: Weight | PackedExperts,
+    w3: Weight | None = None,
+    w2: Weight | None = None,
+    *,
+    limit: float,
+    numerics: Numerics,
+) -> Float[Array, "tokens hidden"]:
+    """Σ_k weights_k · expert_k(x) in fp32, summed in ascending order of expert id (sections 5.2 and 5.3).
+
+    The result is exactly zero for invalid tokens, whose rows may hold anything, NaN included. No token is dropped
+    whatever the routing. No tokens yield an empty array.
+
+    Args:
+      experts: ids in 0..E-1, distinct in a row.
+      w1, w3, w2: for `numerics.implementation` "reference" the stacks [E, ...] of gate, up and down weights; for
+        "pallas" one argument, what `pack_experts` makes of them.
+      limit: SwiGLU clamp.
+
+    "pallas" rounds where the reference does; sums over channels are in another order, and the order differs between its
+    two forms: `decode` up to `FEW_ROWS` routed rows (tokens * k) per expert on average, `prefill` beyond. Of weights
+    with a NaN scale (byte 255) its result is unspecified.
+
+    Raises:
+      ValueError: the weights do not belong to the implementation, or it is unknown or cannot run; the message says why.
+    """
+    packed = isinstance(w1, PackedExperts)
+    match numerics.implementation:
+        case "reference":
+            if packed:
+                raise ValueError('numerics.implementation = "reference": takes w1, w3 and w2, not PackedExperts')
+            return reference.moe_experts(x, experts, weights, valid, w1, w3, w2, limit=limit, numerics=numerics)
+        case "pallas":
+            if not packed:
+                raise ValueError('numerics.implementation = "pallas": takes PackedExperts, made by `pack_experts`')
+            if why := _obstacle(x, experts, w1, numerics):
+                raise ValueError(f'numerics.implementation = "pallas": {why}')
+            form = decode if _is_few(experts, w1) else prefill
+            return form.moe_experts(x, experts, weights, valid, w1, limit=limit, fast=numerics.fast)
+    raise ValueError(f'numerics.implementation = {numerics.implementation!r}: must be "reference" or "pallas"')
+
+
+def _is_few(experts: Array, packed: PackedExperts) -> bool:
+    return experts.size <= FEW_ROWS * packed.w13.records.shape[0]
+
+
+def _obstacle(x: Array, experts: Array, packed: PackedExperts, numerics: Numerics) -> str | None:
+    """Why the kernels cannot run, or None."""
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}, the kernels take bfloat16"
+    if not numerics.quantize_activations:
+        return "quantize_activations = False, the kernels take FP8 activations"
+    if _is_few(experts, packed) and (why := decode.obstacle(experts.size, packed)):
+        return why
+    mesh = jax.sharding.get_abstract_mesh()
+    kind = mesh.abstract_device.device_kind if mesh.abstract_device else jax.devices()[0].device_kind
+    if not any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200")):
+        return f"the device is {kind}, the kernels need a Hopper GPU"
+    return None

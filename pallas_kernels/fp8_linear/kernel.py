@@ -1,0 +1,156 @@
+"""FP8 linear for few rows on Hopper: FP8 tensor cores, weights straight from shared memory, one scale per 32x32 block.
+
+The weight is the 64-row operand A of `wgmma m64nNk32`, the rows of x are the N columns. Every group of 32 channels has
+a product of its own, which is then added to the running sum in fp32 with factor weight scale * activation scale: both
+are powers of two, so the only roundings are those of the sums. Where a tile of outputs would leave multiprocessors
+idle, several blocks share it: each writes its sums to device memory and the last to arrive adds them in a fixed order.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, UInt8
+
+from dsv4jax.quant import BLOCK, ceil_div
+from pallas_kernels.fp8_linear import device
+from pallas_kernels.fp8_linear.device import PAD
+from pallas_kernels.fp8_linear.plans import OUTPUTS, SCALE_WORDS, STEP, Plan, tile_rows
+
+COUNTERS = 1024
+"""Arrival counters: one size for all calls, so that a program fills a single array of zeros for all of them."""
+
+
+def obstacle(rows: int, groups: int, out: int, inner: int, plan: Plan) -> str | None:
+    """Why a product does not fit a plan, or None."""
+    outputs = OUTPUTS * plan.wide
+    if inner % STEP or out % (groups * outputs):
+        return f"weight [{out}, {inner}]: the kernel takes multiples of [{groups * outputs}, {STEP}]"
+    workers = plan.splits * plan.deep
+    if ceil_div(inner // STEP, workers) > SCALE_WORDS or workers > inner // STEP:
+        return f"weight [{out}, {inner}]: {inner} channels do not fit {plan}"
+    if plan.splits > 1 and ceil_div(rows, tile_rows(rows, plan)) * out // outputs > COUNTERS:
+        return f"{rows} rows: too many tiles of [{out}, {inner}] share blocks"
+    if plan.stages * STEP * outputs < tile_rows(rows, plan) * (outputs + PAD) * 4:
+        return f"{rows} rows: the sums do not fit the space of the weight tiles of {plan}"
+    return None
+
+
+def fp8_matmul(
+    x: Float[Array, "rows all_inner"],
+    x_scale: Float32[Array, "groups rows"] | None,
+    weight: Float[Array, "out inner"],
+    scale: UInt8[Array, "out_blocks in_blocks"],
+    plan: Plan,
+) -> Float[Array, "rows out"]:
+    """x wᵀ in bfloat16.
+
+    x is E4M3 with fp32 scales [in/32, rows] that are powers of two, or bfloat16 without scales. The rows of the weight
+    fall into as many groups as x is wider than it; each has its own part of x.
+    """
+    rows = x.shape[0]
+    out, inner = weight.shape
+    groups = x.shape[1] // inner
+    quantized = x_scale is not None
+    if problem := obstacle(rows, groups, out, inner, plan):
+        raise ValueError(problem)
+    if quantized and rows % 4:
+        x_scale = jnp.pad(x_scale, ((0, 0), (0, -rows % 4)))  # Copies want lines of whole 16 bytes.
+    wide, tall, deep, stages = plan.wide, plan.tall, plan.deep, plan.stages
+    width = OUTPUTS * wide
+    height = tile_rows(rows, plan)
+    row_tiles, tiles = ceil_div(rows, height), out // width
+    workers, steps, slots = plan.splits * deep, inner // STEP, deep * stages
+    shared_tiles = row_tiles * tiles * plan.splits if plan.splits > 1 else 1
+    lines = 1 if quantized else 2
+    line = STEP // lines
+
+    def body(*refs):
+        if quantized:
+            x, x_scale, weight, scale, counters, y, sums, ws, xs, own_scales, full, empty, xss = refs
+        else:
+            x, weight, scale, counters, y, sums, ws, xs, own_scales, full, empty = refs
+        r, n, split, wg = (lax.axis_index(name) for name in ("row_tile", "tile", "split", "warpgroup"))
+        these = pl.ds(r * height, height)
+
+        def share(part):
+            """First step and number of steps of one of the `deep` turns; every `workers`-th step is its own."""
+            first = split * deep + part
+            return first, (steps - first + workers - 1) // workers
+
+        def load(part, i):
+            slot = part * stages + lax.rem(i, stages)
+            k = (share(part)[0] + i * workers) * STEP
+            at = full.at[slot]
+            plgpu.copy_gmem_to_smem(weight.at[pl.ds(n * width, width), pl.ds(k, STEP)], ws.at[slot], at)
+            first = n // (tiles // groups) * inner + k
+            for j in range(lines):
+                plgpu.copy_gmem_to_smem(x.at[these, pl.ds(first + j * line, line)], xs.at[slot, j], at)
+            if quantized:
+                plgpu.copy_gmem_to_smem(x_scale.at[pl.ds(k // BLOCK, STEP // BLOCK), these], xss.at[slot], at)
+
+        def produce():
+            def every(i, _):
+                for part in range(deep):
+
+                    @pl.when(i < share(part)[1])
+                    def _(part=part):
+                        slot = part * stages + lax.rem(i, stages)
+                        pl.when(i >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                        load(part, i)
+
+            lax.fori_loop(0, share(0)[1], every, None)
+
+        def multiply():
+            part, place = wg // (wide * tall), lax.rem(wg, wide * tall)
+            tile, side = place // tall, lax.rem(place, tall)
+            first, count = share(part)
+            scales = own_scales.at[wg]
+            device.stage_scales(inner, workers)(scale, scales, 2 * (n * wide + tile), first, count)
+
+            def consume(i, acc):
+                slot = part * stages + lax.rem(i, stages)
+                plgpu.barrier_wait(full.at[slot])
+                if quantized:
+                    run = device.multiply(plan, height)
+                    acc = run(acc, ws.at[slot], xs.at[slot, 0], xss.at[slot], scales, i, tile, side)
+                else:
+                    acc = device.multiply_bf16(plan, height)(acc, ws.at[slot], xs.at[slot], scales, i, tile, side)
+                plgpu.barrier_arrive(empty.at[slot])
+                return acc
+
+            acc = plgpu.layout_cast(jnp.zeros((OUTPUTS, height // tall), jnp.float32), plgpu.Layout.WGMMA)
+            acc = lax.fori_loop(0, count, consume, acc)
+            # The tiles have served: their space takes the sums.
+            device.store_sums(plan, height)(acc, ws, part, tile, side)
+
+        pl.when(wg == plan.consumers)(produce)
+        pl.when(wg < plan.consumers)(multiply)
+        device.finish(plan, rows, height, out)(ws, sums, counters, y, r, n, split)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((rows, out), jnp.bfloat16),
+            jax.ShapeDtypeStruct((shared_tiles, height * width), jnp.float32),
+        ],
+        scratch_types=[
+            plgpu.SMEM((slots, width, STEP), jnp.float8_e4m3fn, transforms=device.LINES),
+            plgpu.SMEM((slots, lines, height, line), x.dtype, transforms=device.LINES),
+            plgpu.SMEM((plan.consumers, 2, SCALE_WORDS), jnp.uint32),
+            plgpu.Barrier(num_arrivals=3, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=wide * tall, num_barriers=slots),
+            *([plgpu.SMEM((slots, STEP // BLOCK, height), jnp.float32)] if quantized else []),
+        ],
+        grid=(row_tiles, tiles, plan.splits),
+        grid_names=("row_tile", "tile", "split"),
+        num_threads=plan.consumers + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )
+    # The kernel leaves zeros in the counters, so that they serve every call of a program in turn.
+    counters = jnp.zeros((COUNTERS,), jnp.int32)
+    return kernel(x, *([x_scale] if quantized else []), weight, scale, counters)[0]

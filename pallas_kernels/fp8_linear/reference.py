@@ -1,0 +1,48 @@
+"""FP8 linear in plain JAX: the CPU path, and what the kernel is tested against."""
+
+import flax.struct
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from dsv4jax.quant import BLOCK, e8m0_decode, pack_fp8
+from dsv4jax.weights import Fp8Weight, dequantize, matmul
+
+
+@flax.struct.dataclass
+class QuantizedActivations:
+    """Rows in FP8 with one power-of-two scale per 32 channels (architecture section 5.3).
+
+    The scales are fp32 and channel-group major, as the kernel reads them: one step of channels is one block of memory.
+    """
+
+    elements: Float[Array, "rows inner"]
+    scale: Float[Array, "groups rows"]
+
+
+def quantize_activations(x: Float[Array, "rows inner"]) -> QuantizedActivations:
+    """FP8 elements and scales of x, whose width is a multiple of 32."""
+    record = pack_fp8(x)
+    n = x.shape[-1]
+    elements = lax.bitcast_convert_type(record[..., :n], jnp.float8_e4m3fn)
+    return QuantizedActivations(elements, e8m0_decode(record[..., n:]).T)
+
+
+def dequantize_activations(x: QuantizedActivations) -> Float[Array, "rows inner"]:
+    """The values in bfloat16, exact."""
+    rows, inner = x.elements.shape
+    groups = x.elements.astype(jnp.float32).reshape(rows, inner // BLOCK, BLOCK)
+    return (groups * x.scale.T[..., None]).reshape(rows, inner).astype(jnp.bfloat16)
+
+
+def fp8_linear(x: QuantizedActivations, weight: Fp8Weight) -> Float[Array, "rows out"]:
+    """See `pallas_kernels.fp8_linear`."""
+    return matmul(dequantize_activations(x), dequantize(weight, jnp.bfloat16)).astype(jnp.bfloat16)
+
+
+def fp8_grouped_linear(x: Float[Array, "rows groups inner"], weight: Fp8Weight) -> Float[Array, "rows out"]:
+    """See `pallas_kernels.fp8_linear`."""
+    rows, groups, inner = x.shape
+    w = dequantize(weight, x.dtype).reshape(groups, -1, inner)
+    y = jnp.einsum("tgi,goi->tgo", x, w, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype).reshape(rows, weight.weight.shape[0])

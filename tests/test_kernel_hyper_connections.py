@@ -1,0 +1,131 @@
+"""Hyper-connection site: the reference, refusals, the kernels' lowering, and the kernels themselves on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from dsv4jax.config import ModelConfig
+from dsv4jax.model.hyper_connections import Residual, collapse, predict_mix
+from dsv4jax.model.norm import rms_norm
+from dsv4jax.quant import qdq_fp8
+from pallas_kernels.fp8_linear import dequantize_activations
+from pallas_kernels.hyper_connections import SiteWeights, benchmark, hyper_connection_site, join_fp32, split_fp32
+from pallas_kernels.hyper_connections.arg_specs import HIDDEN, STREAMS, TOKENS
+
+MIXES = STREAMS * (2 + STREAMS)
+
+
+def case(tokens, hidden=1024, dtype=jnp.bfloat16, streams=STREAMS):
+    """Residual, weights and the fp32 projection."""
+    rng = np.random.default_rng(tokens)
+    mixes = streams * (2 + streams)
+    x = jnp.asarray(rng.standard_normal((tokens, streams, hidden)) * 2, dtype)
+    y = jnp.asarray(rng.standard_normal((tokens, hidden)), dtype)
+    fn = jnp.asarray(rng.standard_normal((mixes, streams * hidden)) * 0.02, jnp.float32)
+    base, scale = jnp.asarray(rng.standard_normal(mixes), jnp.float32), jnp.array([0.7, 0.9, 1.3])
+    norm = jnp.asarray(1 + rng.standard_normal(hidden) / 8, dtype)
+    mix = predict_mix(x, fn, base, scale, ModelConfig(hc_mult=streams))
+    return Residual(x, y, mix), SiteWeights(split_fp32(fn), base, scale, norm), fn
+
+
+def lowered(tokens, implementation):
+    residual, weights, _ = jax.eval_shape(lambda: case(tokens, HIDDEN))
+    run = functools.partial(hyper_connection_site, cfg=ModelConfig(), implementation=implementation)
+    device = AbstractDevice(device_kind="NVIDIA H200", platform="cuda", num_cores=132)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        return jax.jit(run).trace(residual, weights).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@settings(deadline=None)
+@given(hnp.arrays(np.float32, (2, 5), elements=st.floats(-(2.0**99), 2.0**99, width=32)))
+def test_split_is_lossless(x):
+    x = np.where(abs(x) < 2.0**-100, 0, x).astype(np.float32)
+    parts = split_fp32(jnp.asarray(x))
+    assert parts.shape == (6, 5) and parts.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(join_fp32(parts), x)
+
+
+def test_reference_is_the_steps_of_the_model():
+    residual, weights, fn = case(5)
+    cfg = ModelConfig()
+    streams, x, quantized, mix = hyper_connection_site(residual, weights, cfg, implementation="reference")
+    np.testing.assert_array_equal(streams, residual.settled())
+    want = rms_norm(collapse(streams, residual.mix.pre), weights.norm, cfg.rms_norm_eps)
+    np.testing.assert_array_equal(x, want)
+    np.testing.assert_array_equal(dequantize_activations(quantized), qdq_fp8(want))
+    for name, value in vars(predict_mix(streams, fn, weights.base, weights.scale, cfg)).items():
+        np.testing.assert_array_equal(getattr(mix, name), value)
+
+
+def test_no_tokens_are_refused():
+    residual, weights, _ = case(1)
+    with pytest.raises(ValueError, match="no tokens"):
+        hyper_connection_site(jax.tree.map(lambda a: a[:0], residual), weights, ModelConfig())
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="tests what is refused without a GPU")
+@pytest.mark.parametrize(
+    ("change", "implementation", "message"),
+    [
+        ({}, "triton", "triton"),
+        ({}, "pallas", "must be a Hopper GPU"),
+        (dict(dtype=jnp.float32), "pallas", "float32: must be bfloat16"),
+        (dict(hidden=512), "pallas", "4 streams of 512 channels"),
+        (dict(hidden=8192), "pallas", "4 streams of 8192 channels"),
+        (dict(streams=2), "pallas", "2 streams"),
+    ],
+)
+def test_impossible_arguments_are_named(change, implementation, message):
+    residual, weights, _ = case(2, **change)
+    with pytest.raises(ValueError, match=message):
+        hyper_connection_site(residual, weights, ModelConfig(), implementation=implementation)
+
+
+def test_a_projection_that_was_not_split_is_named():
+    residual, weights, fn = case(2)
+    with pytest.raises(ValueError, match=r"fn is \[24, 4096\]: must be \[72, 4096\]"):
+        hyper_connection_site(residual, weights.replace(fn=fn.astype(jnp.bfloat16)), ModelConfig())
+
+
+@pytest.mark.parametrize("tokens", [1, 5, *TOKENS, 1000])
+def test_lowers_for_cuda(tokens):
+    assert lowered(tokens, "pallas").count("mosaic_gpu") >= 2
+
+
+def test_the_device_decides():
+    assert "mosaic_gpu" in lowered(16, None)
+    assert "mosaic_gpu" not in lowered(16, "reference")
+
+
+def test_benchmark_counts_streams_and_projection():
+    by_name = {case.name: case for case in benchmark.cases()}
+    small, large = (by_name[f"hyper-connection site {n} tokens"].bytes for n in (8, 96))
+    per_token = (large - small) / 88
+    assert 2 * STREAMS * HIDDEN * 2 < per_token < 3 * STREAMS * HIDDEN * 2
+    assert small - 8 * per_token == pytest.approx(3 * MIXES * STREAMS * HIDDEN * 2)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a Hopper GPU")
+@pytest.mark.parametrize("tokens", [1, 5, 8, 16, 96, 100, 1000])
+def test_kernel_on_gpu(tokens):
+    residual, weights, _ = case(tokens, HIDDEN)
+
+    def run(implementation):
+        site = functools.partial(hyper_connection_site, cfg=ModelConfig(), implementation=implementation)
+        return jax.jit(site)(residual, weights)
+
+    kernel, reference = run("pallas"), run("reference")
+    for a, b in zip(jax.tree.leaves(kernel), jax.tree.leaves(run("pallas")), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for got, want in zip(jax.tree.leaves(kernel), jax.tree.leaves(reference), strict=True):
+        # Of the values that are rounded, one in tens of thousands falls to the other side: by up to an eighth in FP8.
+        bound = 5e-3 if want.dtype == jnp.float8_e4m3fn else 3e-4
+        got, want = (np.asarray(a, np.float64) for a in (got, want))
+        assert np.linalg.norm(got - want) < bound * np.linalg.norm(want)

@@ -1,0 +1,54 @@
+"""The steps with kernels: they lower for Hopper at released widths, and on a GPU agree with the plain ones."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from dsv4jax.batch import DecodeBucket, DecodeTokens, PrefillBucket, PrefillChunk, decode_batch, prefill_batch
+from dsv4jax.cache import CacheConfig, init_cache
+from dsv4jax.checkpoint.reduced_config import reduced_config
+from dsv4jax.numerics import FAST, REFERENCE
+from dsv4jax.packing import pack_layer
+from dsv4jax.params import abstract_params
+from dsv4jax.steps import decode_step, prefill_step
+from dsv4jax.weights import ArraySpec
+
+CFG = reduced_config(6, n_routed_experts=48, engram_vocab_size=1000, dspark_n_routed_experts=8)
+CACHE = CacheConfig(slots=16, pages=16 * 40)
+
+
+def abstract_packed():
+    """Shapes of the packed parameters."""
+    shapes = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype),
+        abstract_params(CFG),
+        is_leaf=lambda leaf: isinstance(leaf, ArraySpec),
+    )
+    for stack in ("layers", "mtp"):
+        shapes[stack] = {i: jax.eval_shape(pack_layer, layer) for i, layer in shapes[stack].items()}
+    return shapes
+
+
+@pytest.mark.parametrize("numerics", [REFERENCE, FAST], ids=["reference", "fast"])
+@pytest.mark.parametrize("step", ["decode", "decode in a short context", "prefill"])
+def test_the_steps_lower_for_hopper(step, numerics):
+    numerics = dataclasses.replace(numerics, implementation="pallas")
+    cache = jax.eval_shape(lambda: init_cache(CFG, CACHE, numerics))
+    if step.startswith("decode"):
+        context, pages = (2000, 40) if step == "decode" else (50, 1)
+        tokens = [DecodeTokens([5] * 6, context, slot, range(40 * slot, 40 * slot + pages)) for slot in range(16)]
+        batch, run = decode_batch(CFG, CACHE, tokens, DecodeBucket(16, pages, 6)), decode_step
+    else:
+        bucket = PrefillBucket(512, 1, 40, tile=64, replay="bounded")
+        chunk = PrefillChunk(jnp.zeros(2300, jnp.int32), 1700, 2212, 0, range(40))
+        batch, run = prefill_batch(CFG, CACHE, [chunk], bucket), prefill_step
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", "cuda", 132))
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = run.trace(abstract_packed(), cache, batch, cfg=CFG, numerics=numerics)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = text.count("mosaic_gpu")
+    # Per layer: two sites, five FP8 linears, grouped output, attention, experts; most are shared functions.
+    assert kernels >= 10
