@@ -1,4 +1,4 @@
-"""Weights: how modules declare them, the types that hold them in memory, and the linear layer that dispatches on these.
+"""Weights: how modules declare them, and the types that hold them in memory.
 
 A module attribute is an `nnx.Param` whose value is an `ArraySpec` (a bare tensor) or one of the weight types below with
 `ArraySpec` leaves. The path of a leaf in the module tree is the tensor's name in the released checkpoint
@@ -17,11 +17,10 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dsv4jax.config import ModelConfig
-from dsv4jax.numerics import Numerics
-from dsv4jax.quant import BLOCK, ceil_div, dequantize_blocks, e2m1_decode, qdq_fp8
+from dsv4jax.quant import BLOCK, ceil_div, dequantize_blocks, e2m1_decode
 
 STORED_DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -87,21 +86,6 @@ class Mxfp4Weight:
 Weight = DenseWeight | Fp8Weight | Mxfp4Weight
 
 
-@flax.struct.dataclass
-class Activations:
-    """Input of several linears: its values, and their FP8 form (`QuantizedActivations`) where a kernel has made it."""
-
-    values: Float[Array, "rows inner"]
-    quantized: Any = None
-
-    def take(self, rows: Int[Array, " taken"]) -> "Activations":
-        """Some of the rows."""
-        quantized = self.quantized
-        if quantized is not None:  # whose scales are [groups, rows]
-            quantized = quantized.replace(elements=quantized.elements[rows], scale=quantized.scale[:, rows])
-        return Activations(self.values[rows], quantized)
-
-
 def declare_array(shape: tuple[int, ...], stored: str, axes: tuple[str | None, ...], **kwargs: Any) -> nnx.Param:
     """A bare tensor."""
     return nnx.Param(ArraySpec(shape, stored, axes, **kwargs))
@@ -142,7 +126,7 @@ def declare_experts(cfg: ModelConfig, experts: int, out: int, inner: int, axes: 
 
 def dequantize(weight: Weight | nnx.Param, dtype: DTypeLike) -> Float[Array, "... out inner"]:
     """The values of a weight (section 5.4); exact in bfloat16 for every stored format."""
-    weight = _value(weight)
+    weight = unboxed(weight)
     match weight:
         case DenseWeight():
             return weight.weight.astype(dtype)
@@ -159,31 +143,6 @@ def select_expert(weight: Weight, expert: Array) -> Weight:
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, expert, keepdims=False), weight)
 
 
-def linear(
-    x: Float[Array, "*rows inner"] | Activations, weight: Weight | nnx.Param, numerics: Numerics
-) -> Float[Array, "*rows out"]:
-    """y = x Wᵀ with fp32 accumulation and one rounding to the type of x (section 5.4).
-
-    The input of a quantised weight is first quantised to FP8 per 32 channels.
-    """
-    weight = _value(weight)
-    x, quantized = (x.values, x.quantized) if isinstance(x, Activations) else (x, None)
-    if numerics.implementation == "pallas" and isinstance(weight, Fp8Weight):
-        from pallas_kernels import fp8_linear  # which needs the types above
-
-        rows = quantized or fp8_linear.quantize_activations(x.reshape(-1, x.shape[-1]))
-        return fp8_linear.fp8_linear(rows, weight).reshape(*x.shape[:-1], -1)
-    if numerics.quantize_activations and not isinstance(weight, DenseWeight):
-        x = qdq_fp8(x)
-    return matmul(x, dequantize(weight, x.dtype)).astype(x.dtype)
-
-
-def linear_fp32(x: Float[Array, "*rows inner"], weight: Weight | nnx.Param | Array) -> Float[Array, "*rows out"]:
-    """y = x Wᵀ as a true fp32 matmul (router, ratio-2 compressor, heads)."""
-    values = weight if isinstance(weight, jax.Array) else dequantize(weight, jnp.float32)
-    return matmul(x.astype(jnp.float32), values.astype(jnp.float32))
-
-
 def matmul(
     x: Float[Array, "*rows inner"],
     w: Float[Array, "out inner"],
@@ -194,5 +153,6 @@ def matmul(
     )
 
 
-def _value(weight: Weight | nnx.Param) -> Weight:
+def unboxed(weight: Weight | nnx.Param) -> Weight:
+    """The weight itself, which a module holds in an `nnx.Param`."""
     return weight.get_value() if isinstance(weight, nnx.Param) else weight

@@ -14,6 +14,7 @@ from dsv4jax.batch import PrefillBucket, PrefillChunk, prefill_batch
 from dsv4jax.cache import CacheConfig
 from dsv4jax.config import ModelConfig
 from dsv4jax.engram_hash import DEAD, hash_constants, rows_on_device, rows_on_host
+from dsv4jax.linear import linear_fp32
 from dsv4jax.model.compressor import Compressor
 from dsv4jax.model.engram import Engram
 from dsv4jax.model.hyper_connections import Mix, collapse, expand, predict_mix, sinkhorn
@@ -21,7 +22,7 @@ from dsv4jax.model.layout import full_layout
 from dsv4jax.model.moe import Router, sqrt_softplus
 from dsv4jax.model.norm import rms_norm
 from dsv4jax.model.rope import frequencies, rotate, rotation
-from dsv4jax.weights import DenseWeight, Fp8Weight, Mxfp4Weight, dequantize, linear_fp32
+from dsv4jax.weights import DenseWeight, Fp8Weight, Mxfp4Weight, dequantize
 from pallas_kernels.moe_experts.reference import swiglu
 
 RELEASED = ModelConfig()

@@ -13,6 +13,7 @@ from golden_impl import ngrams
 from dsv4jax.batch import PrefillBucket, PrefillChunk, prefill_batch
 from dsv4jax.cache import COMPRESSED_ENTRY, INDEX_KEY, WINDOW_KEY, Cache, CacheConfig, init_cache
 from dsv4jax.engram_hash import rows_on_device
+from dsv4jax.linear import Activations, linear_fp32
 from dsv4jax.model.hyper_connections import Mix, collapse, expand, first_mix, settled_residual
 from dsv4jax.model.indexer import Selection, index_scores, visible_entries
 from dsv4jax.model.layout import full_layout, tile_windows
@@ -20,7 +21,6 @@ from dsv4jax.model.moe import sqrt_softplus
 from dsv4jax.model.rope import rotate, rotation
 from dsv4jax.model.transformer import Layer, merge
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import Activations, linear_fp32
 
 Arrays = dict[str, jax.Array]
 State = tuple[Cache, Selection | None]

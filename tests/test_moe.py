@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4jax.config import ModelConfig
+from dsv4jax.linear import Activations
 from dsv4jax.model.moe import MoE, Router, SharedExpert, sqrt_softplus
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
 from dsv4jax.quant import pack_nibbles
-from dsv4jax.weights import Activations, DenseWeight, Fp8Weight, Mxfp4Weight, dequantize
+from dsv4jax.weights import DenseWeight, Fp8Weight, Mxfp4Weight, dequantize
 from pallas_kernels.moe_experts import moe_experts
 from pallas_kernels.moe_experts.reference import swiglu
 

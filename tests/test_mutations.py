@@ -25,12 +25,12 @@ from dsv4jax.batch import PrefillBucket, PrefillChunk, StepBatch, prefill_batch
 from dsv4jax.cache import WINDOW_KEY, CacheConfig, RecordFormat, init_cache
 from dsv4jax.config import ModelConfig, RopeScaling
 from dsv4jax.engram_hash import DEAD
+from dsv4jax.linear import Activations
 from dsv4jax.model import attention, block, hyper_connections, indexer, moe, norm, rope, transformer
 from dsv4jax.model.rope import Rotation, rotate
 from dsv4jax.model.transformer import merge
 from dsv4jax.params import named_leaves
 from dsv4jax.quant import ceil_div, qdq_fp8
-from dsv4jax.weights import Activations
 from pallas_kernels.moe_experts import reference
 from pallas_kernels.sparse_attention import reference as sparse_attention
 

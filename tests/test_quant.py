@@ -14,8 +14,9 @@ from hypothesis.extra import numpy as hnp
 from dsv4jax import quant
 from dsv4jax.cache import page_bytes_per_token
 from dsv4jax.config import ModelConfig
+from dsv4jax.linear import linear, linear_fp32
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import DenseWeight, Fp8Weight, Mxfp4Weight, dequantize, linear, linear_fp32, matmul
+from dsv4jax.weights import DenseWeight, Fp8Weight, Mxfp4Weight, dequantize, matmul
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPE = (8, 64)

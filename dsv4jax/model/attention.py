@@ -8,13 +8,14 @@ from jaxtyping import Array, Float
 
 from dsv4jax.cache import COMPRESSED_ENTRY, INDEX_KEY, WINDOW_KEY, Cache, replace_at
 from dsv4jax.config import ModelConfig
+from dsv4jax.linear import Activations, linear
 from dsv4jax.model.compressor import Compressor
 from dsv4jax.model.indexer import Indexer, Selection
 from dsv4jax.model.layout import TileWindow, TokenLayout
 from dsv4jax.model.norm import RMSNorm
 from dsv4jax.model.rope import Rotation, rotate, rotation
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import Activations, declare_array, declare_fp8, dequantize, linear
+from dsv4jax.weights import declare_array, declare_fp8, dequantize
 from pallas_kernels.fp8_linear import fp8_grouped_linear
 from pallas_kernels.sparse_attention import sparse_attention
 

@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4jax.cache import Cache
 from dsv4jax.config import ModelConfig
+from dsv4jax.linear import Activations
 from dsv4jax.model.attention import Attention
 from dsv4jax.model.hyper_connections import Mix, Residual, collapse, predict_mix
 from dsv4jax.model.indexer import Selection
@@ -13,7 +14,7 @@ from dsv4jax.model.moe import MoE
 from dsv4jax.model.norm import RMSNorm
 from dsv4jax.model.rope import Rotation
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import Activations, declare_array
+from dsv4jax.weights import declare_array
 from pallas_kernels.hyper_connections import SiteWeights, hyper_connection_site
 
 

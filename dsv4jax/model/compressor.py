@@ -7,10 +7,11 @@ from jaxtyping import Array, Float
 
 from dsv4jax.cache import replace_at
 from dsv4jax.config import ModelConfig
+from dsv4jax.linear import linear, linear_fp32
 from dsv4jax.model.layout import TokenLayout
 from dsv4jax.model.norm import RMSNorm
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import declare_dense, linear, linear_fp32
+from dsv4jax.weights import declare_dense
 
 
 class Compressor(nnx.Module):

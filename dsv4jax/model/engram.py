@@ -7,8 +7,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv4jax.config import ModelConfig
+from dsv4jax.linear import linear
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import declare_array, declare_fp8, dequantize, linear
+from dsv4jax.weights import declare_array, declare_fp8, dequantize
 
 
 class Engram(nnx.Module):

@@ -9,11 +9,12 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from dsv4jax.cache import INDEX_KEY
 from dsv4jax.config import ModelConfig
+from dsv4jax.linear import linear
 from dsv4jax.model.layout import TokenLayout, over_tiles
 from dsv4jax.model.norm import RMSNorm
 from dsv4jax.model.rope import Rotation, rotate
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import declare_dense, declare_fp8, linear
+from dsv4jax.weights import declare_dense, declare_fp8
 from pallas_kernels.index_select import index_select
 
 

@@ -6,8 +6,9 @@ from jax import lax, nn
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv4jax.config import ModelConfig
+from dsv4jax.linear import Activations, linear, linear_fp32
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import Activations, declare_array, declare_experts, declare_fp8, linear, linear_fp32
+from dsv4jax.weights import declare_array, declare_experts, declare_fp8
 from pallas_kernels.moe_experts import moe_experts
 from pallas_kernels.moe_experts.reference import swiglu
 

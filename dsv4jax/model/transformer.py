@@ -13,6 +13,7 @@ from dsv4jax.batch import StepBatch
 from dsv4jax.cache import Cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.engram_hash import DEAD, rows_on_device
+from dsv4jax.linear import linear_fp32
 from dsv4jax.model.block import Block
 from dsv4jax.model.draft import DraftStage
 from dsv4jax.model.engram import Engram
@@ -23,7 +24,7 @@ from dsv4jax.model.norm import RMSNorm
 from dsv4jax.model.rope import Rotation, rotation
 from dsv4jax.model.vision import Aligner, Vision
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import declare_array, declare_dense, dequantize, linear_fp32
+from dsv4jax.weights import declare_array, declare_dense, dequantize
 
 
 class Layer(Block):

@@ -3,7 +3,7 @@
 import flax.struct
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dsv4jax.quant import BLOCK, e8m0_decode, pack_fp8
 from dsv4jax.weights import Fp8Weight, dequantize, matmul
@@ -18,6 +18,10 @@ class QuantizedActivations:
 
     elements: Float[Array, "rows inner"]
     scale: Float[Array, "groups rows"]
+
+    def take(self, rows: Int[Array, " taken"]) -> "QuantizedActivations":
+        """Some of the rows."""
+        return QuantizedActivations(self.elements[rows], self.scale[:, rows])
 
 
 def quantize_activations(x: Float[Array, "rows inner"]) -> QuantizedActivations:

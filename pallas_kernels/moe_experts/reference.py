@@ -4,8 +4,9 @@ import jax.numpy as jnp
 from jax import lax, nn
 from jaxtyping import Array, Bool, Float, Int
 
+from dsv4jax.linear import linear
 from dsv4jax.numerics import Numerics
-from dsv4jax.weights import Weight, linear, select_expert
+from dsv4jax.weights import Weight, select_expert
 
 
 def swiglu(gate: Float[Array, "*rows n"], up: Float[Array, "*rows n"], limit: float) -> Float[Array, "*rows n"]:
