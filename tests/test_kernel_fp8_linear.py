@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hopper import lowered_for_hopper, needs_hopper, needs_no_hopper
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from dsv4jax.quant import qdq_fp8
 from dsv4jax.weights import Fp8Weight
@@ -26,7 +26,6 @@ from pallas_kernels.fp8_linear.plans import MAX_KERNEL_ROWS, OUTPUTS, SCALE_WORD
 S = jax.ShapeDtypeStruct
 SHARED_BYTES = 227 * 1024
 """Shared memory that a block of a Hopper GPU can have."""
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a Hopper GPU")
 
 
 def whole_numbers(rng, rows, inner):
@@ -56,16 +55,6 @@ def weight_like(out, inner):
 
 def activations_like(rows, inner):
     return QuantizedActivations(S((rows, inner), jnp.float8_e4m3fn), S((inner // 32, rows), jnp.float32))
-
-
-def on_hopper():
-    device = AbstractDevice(device_kind="NVIDIA H200", platform="cuda", num_cores=132)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
-
-
-def lowered(fn, *arguments):
-    with on_hopper():
-        return jax.jit(fn).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_quantised_activations_are_those_of_the_model():
@@ -125,7 +114,7 @@ def test_every_shape_has_a_plan_that_fits(rows, out, steps):
         (dict(implementation="pallas", block=(1, 32)), r"blocks of \(1, 32\)"),
     ],
 )
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="tests what is refused without a GPU")
+@needs_no_hopper
 def test_impossible_arguments_are_named(change, message):
     inner, out = change.get("inner", 128), change.get("out", 64)
     scale = jnp.ones(change.get("scale", (inner // 32, 4)), jnp.float32)
@@ -136,7 +125,7 @@ def test_impossible_arguments_are_named(change, message):
         fp8_linear(x, weight, implementation=change.get("implementation"))
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="tests what is refused without a GPU")
+@needs_no_hopper
 def test_impossible_groups_are_named():
     weight = exact_weight(np.random.default_rng(4), 192, 128)
     for shape, dtype, message in [
@@ -158,12 +147,12 @@ def test_lowers_for_cuda(name, rows):
     else:
         x, fn = activations_like(rows, spec.inner), fp8_linear
     weight = weight_like(spec.out, spec.inner)
-    assert "mosaic_gpu" in lowered(lambda *a: fn(*a, implementation="pallas"), x, weight)
+    assert "mosaic_gpu" in lowered_for_hopper(lambda *a: fn(*a, implementation="pallas"), x, weight)
 
 
 @pytest.mark.parametrize(("rows", "runs"), [(MAX_KERNEL_ROWS, True), (MAX_KERNEL_ROWS + 1, False), (0, False)])
 def test_rows_decide_on_a_hopper_gpu(rows, runs):
-    text = lowered(fp8_linear, activations_like(rows, 5120), weight_like(512, 5120))
+    text = lowered_for_hopper(fp8_linear, activations_like(rows, 5120), weight_like(512, 5120))
     assert ("mosaic_gpu" in text) == runs
 
 
@@ -175,7 +164,7 @@ def test_benchmark_counts_the_weight_and_aims_at_three_quarters():
     assert by_name["fp8 linear wo_b 16 rows, XLA"].goal is None
 
 
-@needs_gpu
+@needs_hopper
 @pytest.mark.parametrize(
     ("rows", "shape"),
     [(rows, (s.out, s.inner)) for s in ARG_SPECS.values() if not s.grouped for rows in (16, 96)]
@@ -190,7 +179,7 @@ def test_kernel_on_gpu(rows, shape):
         np.testing.assert_array_equal(fp8_linear(q, weight, implementation="pallas"), want)
 
 
-@needs_gpu
+@needs_hopper
 @pytest.mark.parametrize("rows", [1, 5, 8, 16, 40, 96, 100])
 def test_grouped_kernel_on_gpu(rows):
     rng = np.random.default_rng(rows)
@@ -201,7 +190,7 @@ def test_grouped_kernel_on_gpu(rows):
     np.testing.assert_array_equal(fp8_grouped_linear(x, weight, implementation="pallas"), want)
 
 
-@needs_gpu
+@needs_hopper
 def test_kernel_with_any_values_on_gpu():
     rng = np.random.default_rng(5)
     bits = rng.integers(0, 256, (2304, 5120), np.uint8)
@@ -218,7 +207,7 @@ def test_kernel_with_any_values_on_gpu():
         assert np.linalg.norm(np.asarray(got, np.float64) - want) < 3e-3 * np.linalg.norm(want)
 
 
-@needs_gpu
+@needs_hopper
 def test_calls_in_a_program_share_their_counters():
     rng = np.random.default_rng(6)
     weights = [exact_weight(rng, 5120, 2304) for _ in range(4)]

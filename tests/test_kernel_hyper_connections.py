@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper import lowered_for_hopper, needs_hopper, needs_no_hopper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.model.hyper_connections import Residual, collapse, predict_mix
@@ -38,9 +38,7 @@ def case(tokens, hidden=1024, dtype=jnp.bfloat16, streams=STREAMS):
 def lowered(tokens, implementation):
     residual, weights, _ = jax.eval_shape(lambda: case(tokens, HIDDEN))
     run = functools.partial(hyper_connection_site, cfg=ModelConfig(), implementation=implementation)
-    device = AbstractDevice(device_kind="NVIDIA H200", platform="cuda", num_cores=132)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        return jax.jit(run).trace(residual, weights).lower(lowering_platforms=("cuda",)).as_text()
+    return lowered_for_hopper(run, residual, weights)
 
 
 @settings(deadline=None)
@@ -70,7 +68,7 @@ def test_no_tokens_are_refused():
         hyper_connection_site(jax.tree.map(lambda a: a[:0], residual), weights, ModelConfig())
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="tests what is refused without a GPU")
+@needs_no_hopper
 @pytest.mark.parametrize(
     ("change", "implementation", "message"),
     [
@@ -112,7 +110,7 @@ def test_benchmark_counts_streams_and_projection():
     assert small - 8 * per_token == pytest.approx(3 * MIXES * STREAMS * HIDDEN * 2)
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a Hopper GPU")
+@needs_hopper
 @pytest.mark.parametrize("tokens", [1, 5, 8, 16, 96, 100, 1000])
 def test_kernel_on_gpu(tokens):
     residual, weights, _ = case(tokens, HIDDEN)

@@ -1,12 +1,11 @@
 """`index_select`: the reference against the model, the kernel's key decoding on an emulator, lowering, and a GPU."""
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import simt_emulator
-from jax.sharding import AbstractDevice, AbstractMesh
+from hopper import lowered_for_hopper, needs_hopper
 
 from dsv4jax.model import indexer
 from dsv4jax.numerics import FAST
@@ -14,8 +13,6 @@ from dsv4jax.quant import pack_mxfp4, qdq_mxfp4, unpack_mxfp4
 from pallas_kernels.index_select import arg_specs, index_select
 from pallas_kernels.index_select.pack import pack_queries
 from pallas_kernels.index_select.scores import default_tiling, key_tables, place_of, unpack_keys
-
-GPU = jax.default_backend() == "gpu"
 
 
 def example(requests, tile, places, per_page, seed=0, key_spread=1):
@@ -178,10 +175,7 @@ def test_lowers_for_cuda(shape):
         publish = arg_specs.PUBLISH if shape.mode == "publish" else 0
         return index_select(*arrays, arg_specs.K, **keywords, publish=publish)
 
-    device = AbstractDevice(device_kind="NVIDIA H200", platform="cuda", num_cores=132)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        text = jax.jit(run).trace(arrays, keywords).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text
+    assert "mosaic_gpu" in lowered_for_hopper(run, arrays, keywords)
 
 
 @pytest.mark.parametrize(("rows", "queries"), [(1, 1), (16, 1), (96, 1), (7, 2), (16, 6), (64, 8), (5000, 1)])
@@ -194,7 +188,7 @@ def test_tilings_leave_no_multiprocessor_idle(rows, queries, width):
     assert rows * tiling.blocks > 132 - rows or steps < 8
 
 
-@pytest.mark.skipif(not GPU, reason="needs a Hopper GPU")
+@needs_hopper
 @pytest.mark.parametrize(("requests", "tile", "places", "per_page"), [(3, 1, 80, 64), (2, 6, 200, 32), (5, 4, 30, 128)])
 @pytest.mark.parametrize("key_spread", [1, 12])
 def test_kernel_on_gpu(requests, tile, places, per_page, key_spread):

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import simt_emulator
+from hopper import lowered_for_hopper, needs_hopper, needs_no_hopper, on_hopper
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
 from dsv4jax.weights import Mxfp4Weight
@@ -142,18 +142,12 @@ def arguments(tokens, hidden=HIDDEN, experts=EXPERTS, width=WIDTH, k=K):
     return (*before, s((tokens,), jnp.bool_)), (linear(width, hidden), linear(width, hidden), linear(hidden, width))
 
 
-def on_hopper():
-    device = AbstractDevice(device_kind="NVIDIA H200", platform="cuda", num_cores=132)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
-
-
 @pytest.mark.parametrize(("tokens", "numerics"), [*((n, PALLAS) for n in TOKENS.values()), (96, PALLAS_FAST)])
 def test_lowers_for_cuda(tokens, numerics):
     before, weights = arguments(tokens)
     packed = jax.eval_shape(pack_experts, *weights)
-    with on_hopper():
-        traced = jax.jit(functools.partial(moe_experts, limit=LIMIT, numerics=numerics)).trace(*before, packed)
-        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 4
+    run = functools.partial(moe_experts, limit=LIMIT, numerics=numerics)
+    assert lowered_for_hopper(run, *before, packed).count("mosaic_gpu") >= 4
 
 
 def test_what_cannot_run_is_named():
@@ -193,7 +187,7 @@ def test_number_of_rows_picks_the_form(tokens, form, monkeypatch):
     assert taken == [form]
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the default device can run the kernels")
+@needs_no_hopper
 def test_other_devices_are_refused():
     before, weights = arguments(8)
     packed = jax.eval_shape(pack_experts, *weights)
@@ -244,7 +238,7 @@ CASES += [(SMALL, 1500, "skewed", False, PALLAS)]
 CASES += [((HIDDEN, EXPERTS, WIDTH), tokens, "random", False, PALLAS) for tokens in (1, 8, 64, 96)]
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a Hopper GPU")
+@needs_hopper
 @pytest.mark.parametrize(("sizes", "tokens", "kind", "spread", "numerics"), CASES)
 def test_kernels_on_gpu(sizes, tokens, kind, spread, numerics):
     """Every token is close to the reference, invalid ones are zero, and repeating changes no bit."""
@@ -269,7 +263,7 @@ def test_kernels_on_gpu(sizes, tokens, kind, spread, numerics):
         assert error.max() < 1e-2
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a Hopper GPU")
+@needs_hopper
 def test_a_token_does_not_depend_on_the_others():
     """In the decode form."""
     _, packed = gpu_weights(SMALL, False)

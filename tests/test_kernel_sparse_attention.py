@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from hopper import lowered_for_hopper, needs_hopper, needs_no_hopper
 
 from dsv4jax.model.layout import TokenLayout, tile_windows
 from dsv4jax.model.rope import Rotation
@@ -190,7 +190,7 @@ def test_refusals_say_why():
         sparse_attention(**packed(full), numerics=REFERENCE, implementation="pallas")
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs a machine without a GPU")
+@needs_no_hopper
 def test_needs_a_gpu():
     case = packed(make_case([4], 1, dataclasses.replace(Sizes(), pages=1)))
     with pytest.raises(ValueError, match="the device is cpu: must be a Hopper GPU"):
@@ -235,17 +235,11 @@ def structs(spec: ArgSpec, sizes=Sizes()):
 
 @pytest.mark.parametrize("name", ARG_SPECS)
 def test_lowers_for_cuda(name):
-    device = AbstractDevice(device_kind="NVIDIA H200", platform="cuda", num_cores=132)
     run = functools.partial(sparse_attention, numerics=REFERENCE, implementation="pallas")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        lowered = jax.jit(run).trace(*structs(ARG_SPECS[name])).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
+    assert "mosaic_gpu" in lowered_for_hopper(run, *structs(ARG_SPECS[name]))
 
 
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs a GPU kernel: needs a CUDA device")
-
-
-@needs_gpu
+@needs_hopper
 @pytest.mark.parametrize("splits", kernel.SPLITS)
 @pytest.mark.parametrize("entries", [True, False])
 @pytest.mark.parametrize("tile", [1, 6])
@@ -266,7 +260,7 @@ def test_kernel_against_reference(tile, entries, splits):
     assert np.nanmax(error) < 1e-2 and np.linalg.norm(got - want) < 4e-3 * np.linalg.norm(want)
 
 
-@needs_gpu
+@needs_hopper
 @pytest.mark.parametrize("splits", kernel.SPLITS)
 def test_padding(splits):
     """Prefill-like: more queries than blocks, each request but the first with padding behind its tokens."""
@@ -283,7 +277,7 @@ def valid_of(lengths, tile):
     return (np.arange(tile) < lengths[:, None]).reshape(-1)
 
 
-@needs_gpu
+@needs_hopper
 def test_kernel_repeats():
     case = packed(make_case([700] * 8, 1, Sizes(pages=128)))
     first, second = (np.asarray(kernel.sparse_attention(*in_order(case)), np.float32) for _ in range(2))

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import simt_emulator
+from hopper import lowered_for_hopper, needs_hopper
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.topk import arg_specs, kernel, select, topk
 from pallas_kernels.topk.reference import topk_reference
@@ -153,13 +153,11 @@ def test_impossible_tilings_are_refused(change):
 
 @pytest.mark.parametrize("shape", arg_specs.SHAPES.values(), ids=arg_specs.SHAPES)
 def test_lowers_for_cuda(shape):
-    device = AbstractDevice(device_kind="NVIDIA H200", platform="cuda", num_cores=132)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        traced = jax.jit(lambda s: topk(s, arg_specs.K)).trace(jax.ShapeDtypeStruct(shape, jnp.float32))
-        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    scores = jax.ShapeDtypeStruct(shape, jnp.float32)
+    assert "mosaic_gpu" in lowered_for_hopper(lambda s: topk(s, arg_specs.K), scores)
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a Hopper GPU")
+@needs_hopper
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [(3, 1000), (150, 5000), (8, 131072), (1, 600_000)])
 def test_kernel_on_gpu(case, shape):

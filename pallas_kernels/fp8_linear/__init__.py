@@ -1,12 +1,12 @@
 """FP8 linear layers: activations quantised to FP8 per 32 channels, and the grouped one with bfloat16 activations."""
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dsv4jax.quant import BLOCK
 from dsv4jax.weights import Fp8Weight
+from pallas_kernels.device import hopper_obstacle
 from pallas_kernels.fp8_linear import kernel, reference
 from pallas_kernels.fp8_linear.plans import MAX_KERNEL_ROWS, choose_plan
 from pallas_kernels.fp8_linear.reference import QuantizedActivations, dequantize_activations, quantize_activations
@@ -14,7 +14,6 @@ from pallas_kernels.fp8_linear.reference import QuantizedActivations, dequantize
 __all__ = [
     "QuantizedActivations",
     "dequantize_activations",
-    "device_obstacle",
     "fp8_grouped_linear",
     "fp8_linear",
     "quantize_activations",
@@ -78,15 +77,6 @@ def fp8_grouped_linear(
     return reference.fp8_grouped_linear(x, weight)
 
 
-def device_obstacle() -> str | None:
-    """Why kernels for Hopper cannot run here, or None."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kind = mesh.abstract_device.device_kind if mesh.abstract_device else jax.devices()[0].device_kind
-    if any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200")):
-        return None
-    return f"the device is {kind}: must be a Hopper GPU"
-
-
 def _use_kernel(x: Array, dtype: DTypeLike, weight: Fp8Weight, groups: int, implementation: str | None) -> bool:
     """Whether the kernel, which takes x of `dtype`, computes the product."""
     if implementation not in (None, "reference", "pallas"):
@@ -110,4 +100,4 @@ def _obstacle(x: Array, dtype: DTypeLike, weight: Fp8Weight, groups: int) -> str
     out, inner = weight.weight.shape
     rows = max(x.shape[0], 1)
     plan = choose_plan(rows, out, inner, grouped=dtype == jnp.bfloat16)
-    return kernel.obstacle(rows, groups, out, inner, plan) or device_obstacle()
+    return kernel.obstacle(rows, groups, out, inner, plan) or hopper_obstacle()

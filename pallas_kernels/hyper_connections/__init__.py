@@ -2,7 +2,7 @@
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.model.hyper_connections import Residual
-from pallas_kernels.fp8_linear import device_obstacle
+from pallas_kernels.device import hopper_obstacle
 from pallas_kernels.hyper_connections import kernel, reference
 from pallas_kernels.hyper_connections.device import CHANNELS, STREAMS
 from pallas_kernels.hyper_connections.reference import Site, SiteWeights, join_fp32, split_fp32
@@ -59,4 +59,4 @@ def _obstacle(residual: Residual, weights: SiteWeights) -> str | None:
     if streams != STREAMS or hidden % CHANNELS or not CHANNELS <= hidden <= kernel.MAX_HIDDEN:
         wanted = f"{STREAMS} streams of a multiple of {CHANNELS} channels up to {kernel.MAX_HIDDEN}"
         return f"there are {streams} streams of {hidden} channels: must be {wanted}"
-    return device_obstacle()
+    return hopper_obstacle()

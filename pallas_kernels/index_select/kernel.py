@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
+from pallas_kernels.device import hopper_obstacle
 from pallas_kernels.index_select import reference
 from pallas_kernels.index_select.pack import COLUMNS, DIM, HEADS, pack_queries
 from pallas_kernels.index_select.scores import ENTRIES, RECORD, default_tiling, scores
@@ -37,11 +38,7 @@ def obstacle(q, weights, pool, page_table, tile_requests, visible, k, candidates
         return f"k = {k}, the kernel takes 1 to {MAX_K}"
     if 0 in q.shape or 0 in pool.shape or 0 in page_table.shape:
         return "there are no tokens or no entries"
-    mesh = jax.sharding.get_abstract_mesh()
-    kind = mesh.abstract_device.device_kind if mesh.abstract_device else jax.devices()[0].device_kind
-    if not any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200")):
-        return f"the device is {kind}, the kernel needs a Hopper GPU"
-    return None
+    return hopper_obstacle()
 
 
 def index_select(

@@ -1,11 +1,11 @@
 """Routed experts: gather, gate/up, SwiGLU, routing weight, down, combine."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import Weight
+from pallas_kernels.device import hopper_obstacle
 from pallas_kernels.moe_experts import decode, prefill, reference
 from pallas_kernels.moe_experts.pack import PackedExperts, pack_experts, unpack_experts
 
@@ -73,8 +73,4 @@ def _obstacle(x: Array, experts: Array, packed: PackedExperts, numerics: Numeric
         return "quantize_activations = False, the kernels take FP8 activations"
     if _is_few(experts, packed) and (why := decode.obstacle(experts.size, packed)):
         return why
-    mesh = jax.sharding.get_abstract_mesh()
-    kind = mesh.abstract_device.device_kind if mesh.abstract_device else jax.devices()[0].device_kind
-    if not any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200")):
-        return f"the device is {kind}, the kernels need a Hopper GPU"
-    return None
+    return hopper_obstacle()

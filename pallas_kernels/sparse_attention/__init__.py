@@ -1,12 +1,12 @@
 """Attention over window rings and selected packed entries, one latent for all heads, with the un-rotation."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from dsv4jax.model.layout import TileWindow, TokenLayout
 from dsv4jax.model.rope import Rotation
 from dsv4jax.numerics import Numerics
+from pallas_kernels.device import hopper_obstacle
 from pallas_kernels.sparse_attention import kernel, reference, rows
 
 __all__ = ["sparse_attention"]
@@ -83,8 +83,4 @@ def _obstacle(q, keys, ring, layout, windows, by, pool, selected, numerics) -> s
     window = windows.positions.shape[1] + 1 - layout.tile
     if window != kernel.WINDOW:
         return f"the window is {window}: must be {kernel.WINDOW}"
-    mesh = jax.sharding.get_abstract_mesh()
-    kind = mesh.abstract_device.device_kind if mesh.abstract_device else jax.devices()[0].device_kind
-    if not any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200")):
-        return f"the device is {kind}: must be a Hopper GPU"
-    return None
+    return hopper_obstacle()

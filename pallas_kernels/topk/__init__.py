@@ -1,9 +1,9 @@
 """The k best scores of each row."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
+from pallas_kernels.device import hopper_obstacle
 from pallas_kernels.topk.kernel import MAX_K, topk_pallas
 from pallas_kernels.topk.reference import topk_reference
 
@@ -49,8 +49,4 @@ def _obstacle(scores: Array, k: int) -> str | None:
         return f"k = {k}, the kernel takes 1 to {MAX_K}"
     if 0 in scores.shape:
         return f"scores of shape {scores.shape} are empty"
-    mesh = jax.sharding.get_abstract_mesh()
-    kind = mesh.abstract_device.device_kind if mesh.abstract_device else jax.devices()[0].device_kind
-    if not any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200")):
-        return f"the device is {kind}, the kernel needs a Hopper GPU"
-    return None
+    return hopper_obstacle()

@@ -1,0 +1,26 @@
+"""Kernels in tests: lowering them for a Hopper GPU on any machine, and which tests run where."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels.device import hopper_obstacle
+
+needs_hopper = pytest.mark.skipif(hopper_obstacle() is not None, reason="runs kernels: needs a Hopper GPU")
+needs_no_hopper = pytest.mark.skipif(hopper_obstacle() is None, reason="tests what is refused without a Hopper GPU")
+
+
+def on_hopper() -> contextlib.AbstractContextManager[Any]:
+    """Within it, what is traced is for an H200."""
+    device = AbstractDevice(device_kind="NVIDIA H200", platform="cuda", num_cores=132)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def lowered_for_hopper(fn: Callable[..., Any], *arguments: Any) -> str:
+    """The StableHLO of a function for an H200; `arguments` are arrays or their shapes."""
+    with on_hopper():
+        return jax.jit(fn).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
