@@ -18,7 +18,7 @@ from pallas_kernels.fp8_linear import device
 from pallas_kernels.fp8_linear.device import PAD
 from pallas_kernels.fp8_linear.plans import OUTPUTS, SCALE_WORDS, STEP, Plan, tile_rows
 
-COUNTERS = 1024
+COUNTERS = 4096
 """Arrival counters: one size for all calls, so that a program fills a single array of zeros for all of them."""
 
 
