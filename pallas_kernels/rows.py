@@ -1,0 +1,258 @@
+"""Per-thread code on rows of bfloat16: norm, rotation, and the formats of the caches and of FP8 activations.
+
+A block works on one row. A thread holds CHANNELS consecutive channels as fp32 values: thread number `index` of those
+that share the row begins at channel CHANNELS · index. Written for a `Machine`, so that the tests can run it on the
+emulator; whole warps call every function. It rounds where `dsv4jax.quant`, `rms_norm` and `rotate` do.
+"""
+
+import dataclasses
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from dsv4jax.quant import BLOCK, NVFP4_BLOCK
+from pallas_kernels.topk import simt
+from pallas_kernels.topk.simt import WARP, Array, Lane
+
+CHANNELS = 8
+WORDS = CHANNELS // 2
+"""32-bit words of a thread's channels in bfloat16."""
+MAGNITUDE = 0x7FFFFFFF
+
+
+class Machine(simt.Machine):
+    """Per-thread code with the conversions between number formats."""
+
+    def rsqrt(self, x: Lane) -> Lane:
+        return _asm("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], ir.F32Type.get())
+
+    def pack_bf16(self, low: Lane, high: Lane) -> Lane:
+        """Two fp32 values rounded to bfloat16, in one word."""
+        return _asm("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high])
+
+    def pack_e4m3(self, values: list[Lane]) -> Lane:
+        """Four fp32 values rounded to E4M3, saturating at 448, in one word."""
+        text = (
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;"
+            " mov.b32 $0, {a, b}; }"
+        )
+        return _asm(text, "=r,f,f,f,f", values)
+
+    def unpack_e4m3(self, byte: Lane) -> Lane:
+        """fp32 of an E4M3 byte."""
+        text = (
+            "{ .reg .b16 h, lo, hi; .reg .b32 x; cvt.u16.u32 h, $1; cvt.rn.f16x2.e4m3x2 x, h; mov.b32 {lo, hi}, x;"
+            " cvt.f32.f16 $0, lo; }"
+        )
+        return _asm(text, "=f,r", [byte], ir.F32Type.get())
+
+    def exchange(self, x: Lane, distance: int) -> Lane:
+        """The value of the lane whose number differs in the bit `distance`."""
+        return Lane(utils.shfl_bfly(x.value, distance))
+
+    def add(self, x: Lane, y: Lane) -> Lane:
+        """x + y of fp32, not to be contracted with a product."""
+        return _asm("add.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], ir.F32Type.get())
+
+    def row(self, ref: Array, row: Lane, width: int) -> Array:
+        """A row of `width` elements; byte offsets may need more than 32 bits."""
+        i64 = ir.IntegerType.get_signless(64)
+        offset = arith.muli(arith.extui(i64, row.value), arith.constant(i64, width))
+        return Array(utils.getelementptr(ref.pointer, [offset], ref.element), ref.element)
+
+    def store_byte(self, ref: Array, index: Lane, value: Lane) -> None:
+        """Stores the low byte of a word at a byte index of an array of words."""
+        i8 = ir.IntegerType.get_signless(8)
+        address = utils.getelementptr(ref.pointer, [index.value], i8)
+        llvm.store(arith.trunci(i8, value.value), address, alignment=1)
+
+
+def words_of(ref: ir.Value) -> Array:
+    """A reference of any type as an array of 32-bit words."""
+    return Array(utils.memref_ptr(ref), ir.IntegerType.get_signless(32))
+
+
+def read(m, row, index, threads: int):
+    """The channels of a thread from a row of bfloat16 as words; zeros for threads from number `threads` on."""
+    present = index < threads
+    words = m.load4(row, m.where(present, index, m.u32(0)) * WORDS)
+    return unpack(m, [m.where(present, word, m.u32(0)) for word in words])
+
+
+def write(m, row, index, threads: int, values) -> None:
+    """Inverse of `read`."""
+    with m.when(index < threads):
+        for i in range(WORDS):
+            m.store(row, index * WORDS + i, m.pack_bf16(values[2 * i], values[2 * i + 1]))
+
+
+def unpack(m, words):
+    """fp32 values of pairs of bfloat16."""
+    return [value for word in words for value in (m.floats(word << 16), m.floats(word & 0xFFFF0000))]
+
+
+def rounded(m, values):
+    """The values rounded to bfloat16."""
+    return unpack(m, [m.pack_bf16(values[2 * i], values[2 * i + 1]) for i in range(len(values) // 2)])
+
+
+def put_square_sum(m, sums, values) -> None:
+    """Stores the sum of squares of each warp at its number in `sums` (fp32); a barrier must follow."""
+    squares = [value * value for value in values]
+    while len(squares) > 1:
+        squares = [m.add(a, b) for a, b in zip(squares[::2], squares[1::2], strict=True)]
+    (total,) = squares
+    distance = WARP // 2
+    while distance:
+        total = m.add(total, m.exchange(total, distance))
+        distance //= 2
+    with m.when(m.lane == 0):
+        m.store(sums, m.warp, total)
+
+
+def total(m, sums, warps: range):
+    """Sum of what `put_square_sum` stored for some warps."""
+    value = m.load(sums, warps.start)
+    for warp in warps[1:]:
+        value = m.add(value, m.load(sums, warp))
+    return value
+
+
+def normalise(m, values, weight, mean_square, eps: float):
+    """The values over the root of their mean square, times the weight of their channels, rounded."""
+    factor = m.rsqrt(mean_square + eps)
+    return rounded(m, [w * (value * factor) for w, value in zip(weight, values, strict=True)])
+
+
+def rotate(m, values, cos, sin, index, width: int, pairs: int):
+    """Rotates the last 2·pairs channels of the row as adjacent pairs, rounds.
+
+    Args:
+      cos, sin: fp32 of each pair.
+    """
+    first = (width - 2 * pairs) // CHANNELS
+    turns = index >= first
+    place = m.where(turns & (index < width // CHANNELS), index - first, m.u32(0)) * WORDS
+    turned = []
+    for i, (c, s) in enumerate(zip(m.load4(cos, place), m.load4(sin, place), strict=True)):
+        even, odd = values[2 * i], values[2 * i + 1]
+        turned += [m.add(even * c, odd * s * -1.0), m.add(even * s, odd * c)]
+    return [m.where(turns, new, old) for new, old in zip(rounded(m, turned), values, strict=True)]
+
+
+def largest(m, values, lanes: int):
+    """Bits of the largest magnitude among `lanes` neighbouring threads."""
+    top = m.bits(values[0]) & MAGNITUDE
+    for value in values[1:]:
+        top = _larger(m, top, m.bits(value) & MAGNITUDE)
+    distance = lanes // 2
+    while distance:
+        top = _larger(m, top, m.exchange(top, distance))
+        distance //= 2
+    return top
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A thread's channels in a format of the caches."""
+
+    words: list
+    """Elements in words, the first channel in the lowest bits."""
+    scale: Any
+    """Byte of the scale of their block."""
+    block: int
+    """Channels that share a scale."""
+
+
+def fp8(m, values) -> Encoded:
+    """As `pack_fp8`."""
+    words, scale = _fp8(m, values)
+    return Encoded(words, scale >> 23, BLOCK)
+
+
+def mxfp4(m, values) -> Encoded:
+    """As `pack_mxfp4`."""
+    top = m.floats(largest(m, values, BLOCK // CHANNELS))
+    least = 6 * 2.0**-126
+    scale = _power_of_two_above(m, m.where(top > least, top, m.f32(least)) * (1 / 6))
+    inverse = m.floats(m.u32(254 << 23) - scale)
+    word = _codes(m, [value * inverse for value in values], lambda midpoint: midpoint)
+    return Encoded([word], scale >> 23, BLOCK)
+
+
+def nvfp4(m, values) -> Encoded:
+    """As `pack_nvfp4`."""
+    top = m.floats(largest(m, values, NVFP4_BLOCK // CHANNELS))
+    least = 6 * 2.0**-9
+    v = m.where(top > least, top, m.f32(least))
+    # v / 6, correctly rounded: see `dsv4jax.quant`.
+    leading = m.floats(m.bits(v * (1 / 6)) & 0xFFFFF000)
+    sixth = m.add(leading, m.add(v, leading * -6.0) * (1 / 6))
+    byte = m.pack_e4m3([sixth, m.f32(0.0), m.f32(0.0), m.f32(0.0)]) & 0xFF
+    scale = m.unpack_e4m3(byte)
+    return Encoded([_codes(m, values, lambda midpoint: scale * midpoint)], byte, NVFP4_BLOCK)
+
+
+def put_record(m, record, index, threads: int, encoded: Encoded) -> None:
+    """Writes a row's record, an array of words: the elements, then the scales."""
+    count, sharing = len(encoded.words), encoded.block // CHANNELS
+    with m.when(index < threads):
+        for i, word in enumerate(encoded.words):
+            m.store(record, index * count + i, word)
+        with m.when((index & (sharing - 1)) == 0):
+            place = (index >> (sharing.bit_length() - 1)) + 4 * count * threads
+            m.store_byte(record, place, encoded.scale)
+
+
+def put_activations(m, elements, scales, index, threads: int, row, rows: int, values) -> None:
+    """Writes a row as `quantize_activations` does: `elements` of the row, `scales` fp32 [groups, rows] of all rows."""
+    words, scale = _fp8(m, values)
+    with m.when(index < threads):
+        for i in range(2):
+            m.store(elements, index * 2 + i, words[i])
+        with m.when((index & 3) == 0):
+            m.store(scales, (index >> 2) * rows + row, m.floats(scale))
+
+
+def _fp8(m, values):
+    """Two words of E4M3 elements, and the bits of the fp32 scale of their group of 32."""
+    top = m.floats(largest(m, values, BLOCK // CHANNELS))
+    scale = _power_of_two_above(m, m.where(top > 1e-4, top, m.f32(1e-4)) * (1 / 448))
+    inverse = m.floats(m.u32(254 << 23) - scale)
+    scaled = [value * inverse for value in values]
+    return [m.pack_e4m3(scaled[:4]), m.pack_e4m3(scaled[4:])], scale
+
+
+def _larger(m, x, y):
+    return m.where(x > y, x, y)
+
+
+def _power_of_two_above(m, v):
+    """Bits of the smallest power of two >= v."""
+    return (m.bits(v) + 0x7FFFFF) & 0xFF800000
+
+
+def _codes(m, values, threshold):
+    """E2M1 codes of eight values in one word, the first in the lowest bits; `threshold` scales a midpoint."""
+    ties_down = [threshold(midpoint) for midpoint in (0.25, 1.25, 2.5, 5.0)]
+    ties_up = [threshold(midpoint) for midpoint in (0.75, 1.75, 3.5)]
+    word = m.u32(0)
+    for i, value in enumerate(values):
+        bits = m.bits(value)
+        magnitude = m.floats(bits & MAGNITUDE)
+        code = (bits >> 28) & 8
+        one, none = m.u32(1), m.u32(0)
+        for t in ties_down:
+            code = code + m.where(magnitude > t, one, none)
+        for t in ties_up:
+            code = code + m.where(magnitude >= t, one, none)
+        word = word | (code << (4 * i))
+    return word
+
+
+def _asm(text: str, constraints: str, operands: list[Lane], kind: ir.Type | None = None) -> Lane:
+    kind = kind or ir.IntegerType.get_signless(32)
+    values = [x.value for x in operands]
+    return Lane(llvm.inline_asm(kind, values, text, constraints, has_side_effects=False, asm_dialect=0))
