@@ -138,8 +138,33 @@ def rotate(m, values, cos, sin, index, width: int, pairs: int):
     turned = []
     for i, (c, s) in enumerate(zip(m.load4(cos, place), m.load4(sin, place), strict=True)):
         even, odd = values[2 * i], values[2 * i + 1]
-        turned += [m.add(even * c, odd * s * -1.0), m.add(even * s, odd * c)]
+        turned += _turned(m, even, odd, c, s)
     return [m.where(turns, new, old) for new, old in zip(rounded(m, turned), values, strict=True)]
+
+
+def rotated_four(m, values, cos, sin, channel, width: int, pairs: int):
+    """Two words of four fp32 values, rounded to bfloat16, rotated as `rotate` does, and rounded again.
+
+    Args:
+      cos, sin: fp32 of each pair of the row.
+      channel: of the first value within its vector of `width` channels; a multiple of 4.
+    """
+    words = [m.pack_bf16(values[2 * i], values[2 * i + 1]) for i in range(2)]
+    first = width - 2 * pairs
+
+    def turn():
+        pair = (channel - first) >> 1
+        turned = []
+        for i, (even, odd) in enumerate(zip(*[iter(unpack(m, words))] * 2, strict=True)):
+            turned.append(_turned(m, even, odd, m.load(cos, pair + i), m.load(sin, pair + i)))
+        return [m.pack_bf16(*pair) for pair in turned]
+
+    return m.cond(channel >= first, turn, words)
+
+
+def _turned(m, even, odd, cos, sin):
+    """A pair after its rotation."""
+    return m.add(even * cos, odd * sin * -1.0), m.add(even * sin, odd * cos)
 
 
 def largest(m, values, lanes: int):

@@ -160,6 +160,18 @@ def test_rotation():
         np.testing.assert_array_equal(memory.data.view(BF16), want[token])
 
 
+def test_rotation_of_four_channels():
+    """As the FP8 linear applies it to its sums: each thread has four channels of a row."""
+    x, by = bf16_rows("normal", 2, INDEX_DIM), turns(2)
+    want = exact_rotate(x, by)
+    for token in range(2):
+        m = Machine(32)
+        sums = np.float32(x[token]) + np.float32(2.0**-30)  # Rounds to x.
+        values = list(sums.reshape(32, 4).T)
+        words = rows.rotated_four(m, values, array(by.cos[token]), array(by.sin[token]), m.tid * 4, INDEX_DIM, PAIRS)
+        np.testing.assert_array_equal(np.stack(words, 1).reshape(-1).view(BF16), want[token])
+
+
 def whole_rows(tokens, n, seed):
     """Rows whose mean square is an exact sum in any order, so that the norm leaves no room for another result."""
     rng = np.random.default_rng(seed)

@@ -1,5 +1,7 @@
 """FP8 linears: the reference, plans for any shape, refusals, the kernel's lowering, and the kernel itself on a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,6 +11,7 @@ from hopper import lowered_for_hopper, needs_hopper, needs_no_hopper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv4jax.model.rope import Rotation, rotate
 from dsv4jax.quant import qdq_fp8
 from dsv4jax.weights import Fp8Weight
 from pallas_kernels.fp8_linear import (
@@ -85,6 +88,25 @@ def test_no_rows():
     assert fp8_grouped_linear(jnp.zeros((0, 1, 128), jnp.bfloat16), weight).shape == (0, 64)
 
 
+def turn(rows, pairs=32):
+    phase = np.random.default_rng(rows).uniform(0, 6, (rows, pairs)).astype(np.float32)
+    return Rotation(jnp.cos(phase), jnp.sin(phase))
+
+
+def test_weights_side_by_side():
+    rng = np.random.default_rng(7)
+    q, weights = quantize_activations(whole_numbers(rng, 3, 128)), [exact_weight(rng, out, 128) for out in (64, 192)]
+    parts = [fp8_linear(q, weight) for weight in weights]
+    np.testing.assert_array_equal(fp8_linear(q, *weights), jnp.concatenate(parts, 1))
+
+
+def test_rotation_of_heads():
+    rng = np.random.default_rng(8)
+    q, weight, by = quantize_activations(whole_numbers(rng, 3, 128)), exact_weight(rng, 256, 128), turn(3)
+    want = rotate(fp8_linear(q, weight).reshape(3, 2, 128), Rotation(by.cos[:, None], by.sin[:, None]))
+    np.testing.assert_array_equal(fp8_linear(q, weight, by=by, heads=2).reshape(3, 2, 128), want)
+
+
 @settings(deadline=None)
 @given(
     rows=st.integers(1, 400),
@@ -96,7 +118,7 @@ def test_every_shape_has_a_plan_that_fits(rows, out, steps):
         groups = 4 if grouped else 1
         out_of_all = 2 * OUTPUTS * groups * -(-out // (2 * OUTPUTS * groups)) if grouped else out
         plan = choose_plan(rows, out_of_all, steps * STEP, grouped)
-        assert kernel.obstacle(rows, groups, out_of_all, steps * STEP, plan) is None
+        assert kernel.obstacle(rows, groups, (out_of_all,), steps * STEP, plan) is None
         x = tile_rows(rows, plan) * (2 * STEP if grouped else STEP + STEP // 8)
         tiles = plan.deep * plan.stages * (plan.wide * OUTPUTS * STEP + x)
         assert tiles + plan.consumers * 2 * SCALE_WORDS * 4 + 1024 <= SHARED_BYTES
@@ -112,6 +134,8 @@ def test_every_shape_has_a_plan_that_fits(rows, out, steps):
         (dict(implementation="pallas", out=96), r"weight \[96, 128\]"),
         (dict(implementation="pallas", dtype=jnp.float8_e5m2), "x is float8_e5m2"),
         (dict(implementation="pallas", block=(1, 32)), r"blocks of \(1, 32\)"),
+        (dict(heads=3), "heads = 3: must divide the 64 channels"),
+        (dict(implementation="pallas", by=turn(4, 31), heads=1), "31 pairs of 64 channels"),
     ],
 )
 @needs_no_hopper
@@ -122,7 +146,8 @@ def test_impossible_arguments_are_named(change, message):
     block = change.get("block", (32, 32))
     weight = Fp8Weight(jnp.zeros((out, 128), jnp.float8_e4m3fn), jnp.zeros((out // block[0], 4), jnp.uint8), block)
     with pytest.raises(ValueError, match=message):
-        fp8_linear(x, weight, implementation=change.get("implementation"))
+        arguments = {name: change[name] for name in ("implementation", "heads", "by") if name in change}
+        fp8_linear(x, weight, **arguments)
 
 
 @needs_no_hopper
@@ -148,6 +173,21 @@ def test_lowers_for_cuda(name, rows):
         x, fn = activations_like(rows, spec.inner), fp8_linear
     weight = weight_like(spec.out, spec.inner)
     assert "mosaic_gpu" in lowered_for_hopper(lambda *a: fn(*a, implementation="pallas"), x, weight)
+
+
+@pytest.mark.parametrize("rows", [1, *ROWS])
+def test_joint_and_rotated_products_lower_for_cuda(rows):
+    run = functools.partial(fp8_linear, implementation="pallas")
+    weights = weight_like(1280, 5120), weight_like(512, 5120)
+    assert lowered_for_hopper(run, activations_like(rows, 5120), *weights).count("custom_call @mosaic_gpu") == 1
+    by = Rotation(S((rows, 32), jnp.float32), S((rows, 32), jnp.float32))
+    text = lowered_for_hopper(
+        lambda x, weight, by: run(x, weight, by=by, heads=64),
+        activations_like(rows, 1280),
+        weight_like(32768, 1280),
+        by,
+    )
+    assert text.count("custom_call @mosaic_gpu") == 1 and "cosine" not in text
 
 
 @pytest.mark.parametrize(("rows", "runs"), [(MAX_KERNEL_ROWS, True), (MAX_KERNEL_ROWS + 1, False), (0, False)])
@@ -177,6 +217,27 @@ def test_kernel_on_gpu(rows, shape):
     want = fp8_linear(q, weight, implementation="reference")
     for _ in range(3):
         np.testing.assert_array_equal(fp8_linear(q, weight, implementation="pallas"), want)
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows", [1, 5, 8, 16, 40, 96, 100])
+def test_joint_and_rotated_kernels_on_gpu(rows):
+    rng = np.random.default_rng(rows)
+    for outs, inner in (((1280, 512), 5120), ((2304, 2304), 5120)):
+        weights = [exact_weight(rng, out, inner) for out in outs]
+        q = quantize_activations(whole_numbers(rng, rows, inner))
+        want = fp8_linear(q, *weights, implementation="reference")
+        np.testing.assert_array_equal(fp8_linear(q, *weights, implementation="pallas"), want)
+    for out, heads in ((32768, 64), (4096, 32)):
+        weight, by = exact_weight(rng, out, 1280), turn(rows)
+        q = quantize_activations(whole_numbers(rng, rows, 1280))
+        got, want = (
+            np.asarray(fp8_linear(q, weight, by=by, heads=heads, implementation=name))
+            for name in ("pallas", "reference")
+        )
+        # A compiler may round a sum of products once instead of twice.
+        assert np.mean(got != want) < 1e-4
+        np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=2**-7, atol=1e-5)
 
 
 @needs_hopper

@@ -1,9 +1,12 @@
 """FP8 linear layers: activations quantised to FP8 per 32 channels, and the grouped one with bfloat16 activations."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from dsv4jax.model.rope import Rotation
 from dsv4jax.quant import BLOCK
 from dsv4jax.weights import Fp8Weight
 from pallas_kernels.device import hopper_obstacle
@@ -21,13 +24,19 @@ __all__ = [
 
 
 def fp8_linear(
-    x: QuantizedActivations, weight: Fp8Weight, *, implementation: str | None = None
+    x: QuantizedActivations,
+    *weights: Fp8Weight,
+    by: Rotation | None = None,
+    heads: int = 1,
+    implementation: str | None = None,
 ) -> Float[Array, "rows out"]:
-    """x Wᵀ in bfloat16 with fp32 accumulation (architecture section 5.4).
+    """x Wᵀ in bfloat16 with fp32 accumulation (architecture section 5.4), for one weight or several side by side.
 
     Args:
       x: rows in E4M3 with scales that are powers of two.
-      weight: [out, in] as stored, with one UE8M0 scale per 32 x 32.
+      weights: [out, in] as stored, with one UE8M0 scale per 32 x 32; the result of the first comes first.
+      by: rotation of each row, applied to the last channels of each of `heads` equal parts of the rounded result
+        (3.3); None for none.
       implementation: "reference" (plain JAX), "pallas" (Hopper GPUs; in a multiple of 128, out of 64), or None for
         what is best on the device: the kernel up to `MAX_KERNEL_ROWS` rows, beyond which dequantising pays.
 
@@ -37,17 +46,21 @@ def fp8_linear(
     in the weight gives unspecified values in its row or column. No rows give an empty array.
 
     Raises:
-      ValueError: x and the weight do not fit, or `implementation` is unknown or cannot run; the message says why.
+      ValueError: x, the weights and the rotation do not fit, or `implementation` is unknown or cannot run; the message
+        says why.
     """
     rows, inner = x.elements.shape
-    if inner != weight.weight.shape[-1]:
-        raise ValueError(f"x has {inner} channels, the weight {weight.weight.shape[-1]}")
+    for weight in weights:
+        if inner != weight.weight.shape[-1]:
+            raise ValueError(f"x has {inner} channels, the weight {weight.weight.shape[-1]}")
+    out = sum(weight.weight.shape[0] for weight in weights)
+    if out % heads:
+        raise ValueError(f"heads = {heads}: must divide the {out} channels of the result")
     if x.scale.shape != (inner // BLOCK, rows):
         raise ValueError(f"the scales of x are {list(x.scale.shape)}: must be [{inner // BLOCK}, {rows}]")
-    if _use_kernel(x.elements, jnp.float8_e4m3fn, weight, 1, implementation):
-        plan = choose_plan(rows, *weight.weight.shape)
-        return kernel.fp8_matmul(x.elements, x.scale, weight.weight, weight.scale, plan)
-    return reference.fp8_linear(x, weight)
+    if _use_kernel(x.elements, jnp.float8_e4m3fn, weights, 1, implementation, out // heads, by):
+        return kernel.fp8_matmul(x.elements, x.scale, weights, choose_plan(rows, out, inner), by, heads)
+    return reference.fp8_linear(x, weights, by, heads)
 
 
 def fp8_grouped_linear(
@@ -71,33 +84,52 @@ def fp8_grouped_linear(
         raise ValueError(f"x has {inner} channels in a group, the weight {weight.weight.shape[-1]}")
     if out % groups:
         raise ValueError(f"the weight has {out} rows: must be a multiple of the {groups} groups of x")
-    if _use_kernel(x, jnp.bfloat16, weight, groups, implementation):
+    if _use_kernel(x, jnp.bfloat16, (weight,), groups, implementation):
         plan = choose_plan(rows, out, inner, grouped=True)
-        return kernel.fp8_matmul(x.reshape(rows, -1), None, weight.weight, weight.scale, plan)
+        return kernel.fp8_matmul(x.reshape(rows, -1), None, (weight,), plan)
     return reference.fp8_grouped_linear(x, weight)
 
 
-def _use_kernel(x: Array, dtype: DTypeLike, weight: Fp8Weight, groups: int, implementation: str | None) -> bool:
+def _use_kernel(
+    x: Array,
+    dtype: DTypeLike,
+    weights: Sequence[Fp8Weight],
+    groups: int,
+    implementation: str | None,
+    head: int = 0,
+    by: Rotation | None = None,
+) -> bool:
     """Whether the kernel, which takes x of `dtype`, computes the product."""
     if implementation not in (None, "reference", "pallas"):
         raise ValueError(f'implementation = {implementation!r}: must be "reference", "pallas" or None')
     rows = x.shape[0]
     if implementation == "reference" or (implementation is None and rows > MAX_KERNEL_ROWS):
         return False
-    obstacle = _obstacle(x, dtype, weight, groups)
+    obstacle = _obstacle(x, dtype, weights, groups) or _turn_obstacle(head, by) or hopper_obstacle()
     if obstacle and implementation == "pallas":
         raise ValueError(f'implementation = "pallas": {obstacle}')
     return not obstacle and rows > 0
 
 
-def _obstacle(x: Array, dtype: DTypeLike, weight: Fp8Weight, groups: int) -> str | None:
-    """Why the kernel cannot run, or None."""
-    if weight.weight.ndim != 2 or weight.block != (BLOCK, BLOCK):
-        shape = list(weight.weight.shape)
-        return f"the weight is {shape} in blocks of {weight.block}: must be [out, in] in blocks of {(BLOCK, BLOCK)}"
+def _obstacle(x: Array, dtype: DTypeLike, weights: Sequence[Fp8Weight], groups: int) -> str | None:
+    """Why the kernel cannot compute the product, or None."""
+    for weight in weights:
+        if weight.weight.ndim != 2 or weight.block != (BLOCK, BLOCK):
+            shape = list(weight.weight.shape)
+            return f"the weight is {shape} in blocks of {weight.block}: must be [out, in] in blocks of {(BLOCK, BLOCK)}"
     if x.dtype != dtype:
         return f"x is {x.dtype}: must be {jnp.dtype(dtype)}"
-    out, inner = weight.weight.shape
+    outs, inner = tuple(weight.weight.shape[0] for weight in weights), weights[0].weight.shape[1]
     rows = max(x.shape[0], 1)
-    plan = choose_plan(rows, out, inner, grouped=dtype == jnp.bfloat16)
-    return kernel.obstacle(rows, groups, out, inner, plan) or hopper_obstacle()
+    plan = choose_plan(rows, sum(outs), inner, grouped=dtype == jnp.bfloat16)
+    return kernel.obstacle(rows, groups, outs, inner, plan)
+
+
+def _turn_obstacle(head: int, by: Rotation | None) -> str | None:
+    """Why the kernel cannot rotate vectors of `head` channels, or None."""
+    if by is None:
+        return None
+    first = head - 2 * by.cos.shape[1]
+    if head % 4 or first % 4 or first < 0:
+        return f"{by.cos.shape[1]} pairs of {head} channels are rotated: must be an even number within a multiple of 4"
+    return None

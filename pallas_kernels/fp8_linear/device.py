@@ -4,14 +4,18 @@ Threads of a warpgroup hold a product [64 outputs, rows of x] as the tensor core
 16w + l/4 and that + 8, and of every 8 rows of x the two from 2(l % 4).
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
 from dsv4jax.quant import BLOCK
+from pallas_kernels import rows as per_row
 from pallas_kernels.fp8_linear import ptx
 from pallas_kernels.fp8_linear.plans import OUTPUTS, SCALE_WORDS, STEP, Plan
+from pallas_kernels.topk import simt
 
 GROUPS = STEP // BLOCK
 LINES = (plgpu.SwizzleTransform(128),)
@@ -203,13 +207,26 @@ def store_sums(plan: Plan, rows: int):
     return run
 
 
-def finish(plan: Plan, rows: int, height: int, out: int):
-    """Adds up what the warpgroups stored and writes y; of several blocks to a tile, the last to get here does."""
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """The result of a row is cut into vectors of `width` channels, whose last 2·pairs are rotated."""
+
+    width: int
+    pairs: int
+
+
+def finish(plan: Plan, rows: int, height: int, out: int, turned: Turned | None):
+    """Adds up what the warpgroups stored and writes y; of several blocks to a tile, the last to get here does.
+
+    With `turned`, y is rotated by the cos and sin [rows, pairs] that stand behind it.
+    """
     width = OUTPUTS * plan.wide
     stride, quads = width + PAD, height * width // 4
+    turn = () if turned is None else (REF, REF)
 
-    @plgpu.inline_mgpu(arg_types=(LINED, REF, REF, REF, SCALAR, SCALAR, SCALAR))
-    def run(_, stored, sums, counters, y, r, n, split):
+    @plgpu.inline_mgpu(arg_types=(LINED, REF, REF, REF, *turn, SCALAR, SCALAR, SCALAR))
+    def run(_, stored, sums, counters, y, *rest):
+        *turn, r, n, split = rest
         r, n, split = ptx.scalars(r, n, split)
         base = ptx.shared_address(stored)
         block = ptx.add(ptx.mul(r, out // width), n)
@@ -237,7 +254,13 @@ def finish(plan: Plan, rows: int, height: int, out: int):
 
         def write(row, quad, four):
             column = ptx.add(ptx.mul(n, width), ptx.mul(quad, 4))
-            element = ptx.add(ptx.mul(ptx.add(ptx.mul(r, height), row), out), column)
+            row_of_y = ptx.add(ptx.mul(r, height), row)
+            element = ptx.add(ptx.mul(row_of_y, out), column)
+            if turned is not None:
+                low, high = _rotated(plan.threads, four, turn, row_of_y, column, turned)
+                at = ptx.global_address(y, element, 2)
+                ptx.asm("st.global.v2.b32 [$0], {$1, $2};", [at, low, high], constraints="l,r,r")
+                return
             ptx.asm(
                 "{ .reg .b32 lo, hi; cvt.rn.bf16x2.f32 lo, $2, $1; cvt.rn.bf16x2.f32 hi, $4, $3;"
                 " st.global.v2.b32 [$0], {lo, hi}; }",
@@ -274,6 +297,15 @@ def finish(plan: Plan, rows: int, height: int, out: int):
             each_quad(add_splits)
 
     return run
+
+
+def _rotated(threads: int, four, turn, row, column, turned: Turned):
+    """Two words of four neighbouring channels, rounded, rotated where they belong to pairs, and rounded again."""
+    m = per_row.Machine(threads)
+    cos, sin = (m.row(simt.array(ref), simt.Lane(row), turned.pairs) for ref in turn)
+    channel = simt.Lane(ptx.rem(column, turned.width))
+    values = [simt.Lane(x) for x in four]
+    return (word.value for word in per_row.rotated_four(m, values, cos, sin, channel, turned.width, turned.pairs))
 
 
 def _total(fours):

@@ -6,14 +6,19 @@ are powers of two, so the only roundings are those of the sums. Where a tile of 
 idle, several blocks share it: each writes its sums to device memory and the last to arrive adds them in a fixed order.
 """
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, UInt8
+from jaxtyping import Array, Float, Float32
 
+from dsv4jax.model.rope import Rotation
 from dsv4jax.quant import BLOCK, ceil_div
+from dsv4jax.weights import Fp8Weight
 from pallas_kernels.fp8_linear import device
 from pallas_kernels.fp8_linear.device import PAD
 from pallas_kernels.fp8_linear.plans import OUTPUTS, SCALE_WORDS, STEP, Plan, tile_rows
@@ -22,16 +27,17 @@ COUNTERS = 4096
 """Arrival counters: one size for all calls, so that a program fills a single array of zeros for all of them."""
 
 
-def obstacle(rows: int, groups: int, out: int, inner: int, plan: Plan) -> str | None:
-    """Why a product does not fit a plan, or None."""
-    outputs = OUTPUTS * plan.wide
-    if inner % STEP or out % (groups * outputs):
-        return f"weight [{out}, {inner}]: the kernel takes multiples of [{groups * outputs}, {STEP}]"
+def obstacle(rows: int, groups: int, outs: tuple[int, ...], inner: int, plan: Plan) -> str | None:
+    """Why a product with weights of `outs` rows each does not fit a plan, or None."""
+    outputs, total = OUTPUTS * plan.wide, sum(outs)
+    for out in outs:
+        if inner % STEP or out % (groups * outputs):
+            return f"weight [{out}, {inner}]: the kernel takes multiples of [{groups * outputs}, {STEP}]"
     workers = plan.splits * plan.deep
     if ceil_div(inner // STEP, workers) > SCALE_WORDS or workers > inner // STEP:
-        return f"weight [{out}, {inner}]: {inner} channels do not fit {plan}"
-    if plan.splits > 1 and ceil_div(rows, tile_rows(rows, plan)) * out // outputs > COUNTERS:
-        return f"{rows} rows: too many tiles of [{out}, {inner}] share blocks"
+        return f"weight [{total}, {inner}]: {inner} channels do not fit {plan}"
+    if plan.splits > 1 and ceil_div(rows, tile_rows(rows, plan)) * total // outputs > COUNTERS:
+        return f"{rows} rows: too many tiles of [{total}, {inner}] share blocks"
     if plan.stages * STEP * outputs < tile_rows(rows, plan) * (outputs + PAD) * 4:
         return f"{rows} rows: the sums do not fit the space of the weight tiles of {plan}"
     return None
@@ -40,20 +46,23 @@ def obstacle(rows: int, groups: int, out: int, inner: int, plan: Plan) -> str | 
 def fp8_matmul(
     x: Float[Array, "rows all_inner"],
     x_scale: Float32[Array, "groups rows"] | None,
-    weight: Float[Array, "out inner"],
-    scale: UInt8[Array, "out_blocks in_blocks"],
+    weights: Sequence[Fp8Weight],
     plan: Plan,
+    by: Rotation | None = None,
+    heads: int = 1,
 ) -> Float[Array, "rows out"]:
-    """x wᵀ in bfloat16.
+    """x wᵀ in bfloat16, the products with several weights side by side.
 
-    x is E4M3 with fp32 scales [in/32, rows] that are powers of two, or bfloat16 without scales. The rows of the weight
-    fall into as many groups as x is wider than it; each has its own part of x.
+    x is E4M3 with fp32 scales [in/32, rows] that are powers of two, or bfloat16 without scales. The rows of a weight
+    fall into as many groups as x is wider than it; each has its own part of x. Several weights have one group. With
+    `by`, the last channels of each of `heads` equal parts of the result are rotated.
     """
     rows = x.shape[0]
-    out, inner = weight.shape
+    outs, inner = tuple(w.weight.shape[0] for w in weights), weights[0].weight.shape[1]
+    out, number = sum(outs), len(weights)
     groups = x.shape[1] // inner
     quantized = x_scale is not None
-    if problem := obstacle(rows, groups, out, inner, plan):
+    if problem := obstacle(rows, groups, outs, inner, plan):
         raise ValueError(problem)
     if quantized and rows % 4:
         x_scale = jnp.pad(x_scale, ((0, 0), (0, -rows % 4)))  # Copies want lines of whole 16 bytes.
@@ -65,14 +74,24 @@ def fp8_matmul(
     shared_tiles = row_tiles * tiles * plan.splits if plan.splits > 1 else 1
     lines = 1 if quantized else 2
     line = STEP // lines
+    first_tiles = [sum(outs[:i]) // width for i in range(number)]
 
     def body(*refs):
-        if quantized:
-            x, x_scale, weight, scale, counters, y, sums, ws, xs, own_scales, full, empty, xss = refs
-        else:
-            x, weight, scale, counters, y, sums, ws, xs, own_scales, full, empty = refs
+        inputs, scratch = refs[: -len(results) - len(scratch_types)], refs[-len(scratch_types) :]
+        y, sums = refs[len(inputs) : len(inputs) + len(results)]
+        x, *x_scale = inputs[: 1 + quantized]
+        stored, scales = (inputs[1 + quantized + i * number :][:number] for i in range(2))
+        counters, *turn = inputs[1 + quantized + 2 * number :]
+        ws, xs, own_scales, full, empty, *xss = scratch
         r, n, split, wg = (lax.axis_index(name) for name in ("row_tile", "tile", "split", "warpgroup"))
         these = pl.ds(r * height, height)
+
+        def of_weight(run):
+            """Calls run(weight, its scale, tile within it) for the weight to which the tile belongs."""
+            for i, (weight, scale) in enumerate(zip(stored, scales, strict=True)):
+                first, last = first_tiles[i], (*first_tiles, tiles)[i + 1]
+                call = functools.partial(run, weight, scale, n - first if first else n)
+                pl.when((n >= first) & (n < last))(call) if number > 1 else call()
 
         def share(part):
             """First step and number of steps of one of the `deep` turns; every `workers`-th step is its own."""
@@ -83,12 +102,16 @@ def fp8_matmul(
             slot = part * stages + lax.rem(i, stages)
             k = (share(part)[0] + i * workers) * STEP
             at = full.at[slot]
-            plgpu.copy_gmem_to_smem(weight.at[pl.ds(n * width, width), pl.ds(k, STEP)], ws.at[slot], at)
+
+            def load_weight(weight, scale, tile):
+                plgpu.copy_gmem_to_smem(weight.at[pl.ds(tile * width, width), pl.ds(k, STEP)], ws.at[slot], at)
+
+            of_weight(load_weight)
             first = n // (tiles // groups) * inner + k
             for j in range(lines):
                 plgpu.copy_gmem_to_smem(x.at[these, pl.ds(first + j * line, line)], xs.at[slot, j], at)
             if quantized:
-                plgpu.copy_gmem_to_smem(x_scale.at[pl.ds(k // BLOCK, STEP // BLOCK), these], xss.at[slot], at)
+                plgpu.copy_gmem_to_smem(x_scale[0].at[pl.ds(k // BLOCK, STEP // BLOCK), these], xss[0].at[slot], at)
 
         def produce():
             def every(i, _):
@@ -106,17 +129,21 @@ def fp8_matmul(
             part, place = wg // (wide * tall), lax.rem(wg, wide * tall)
             tile, side = place // tall, lax.rem(place, tall)
             first, count = share(part)
-            scales = own_scales.at[wg]
-            device.stage_scales(inner, workers)(scale, scales, 2 * (n * wide + tile), first, count)
+            own = own_scales.at[wg]
+
+            def load_scales(weight, scale, within):
+                device.stage_scales(inner, workers)(scale, own, 2 * (within * wide + tile), first, count)
+
+            of_weight(load_scales)
 
             def consume(i, acc):
                 slot = part * stages + lax.rem(i, stages)
                 plgpu.barrier_wait(full.at[slot])
                 if quantized:
                     run = device.multiply(plan, height)
-                    acc = run(acc, ws.at[slot], xs.at[slot, 0], xss.at[slot], scales, i, tile, side)
+                    acc = run(acc, ws.at[slot], xs.at[slot, 0], xss[0].at[slot], own, i, tile, side)
                 else:
-                    acc = device.multiply_bf16(plan, height)(acc, ws.at[slot], xs.at[slot], scales, i, tile, side)
+                    acc = device.multiply_bf16(plan, height)(acc, ws.at[slot], xs.at[slot], own, i, tile, side)
                 plgpu.barrier_arrive(empty.at[slot])
                 return acc
 
@@ -127,22 +154,25 @@ def fp8_matmul(
 
         pl.when(wg == plan.consumers)(produce)
         pl.when(wg < plan.consumers)(multiply)
-        device.finish(plan, rows, height, out)(ws, sums, counters, y, r, n, split)
+        device.finish(plan, rows, height, out, turned)(ws, sums, counters, y, *turn, r, n, split)
 
+    turned = None if by is None else device.Turned(out // heads, by.cos.shape[1])
+    results = [
+        jax.ShapeDtypeStruct((rows, out), jnp.bfloat16),
+        jax.ShapeDtypeStruct((shared_tiles, height * width), jnp.float32),
+    ]
+    scratch_types = [
+        plgpu.SMEM((slots, width, STEP), jnp.float8_e4m3fn, transforms=device.LINES),
+        plgpu.SMEM((slots, lines, height, line), x.dtype, transforms=device.LINES),
+        plgpu.SMEM((plan.consumers, 2, SCALE_WORDS), jnp.uint32),
+        plgpu.Barrier(num_arrivals=3, num_barriers=slots),
+        plgpu.Barrier(num_arrivals=wide * tall, num_barriers=slots),
+        *([plgpu.SMEM((slots, STEP // BLOCK, height), jnp.float32)] if quantized else []),
+    ]
     kernel = plgpu.kernel(
         body,
-        out_type=[
-            jax.ShapeDtypeStruct((rows, out), jnp.bfloat16),
-            jax.ShapeDtypeStruct((shared_tiles, height * width), jnp.float32),
-        ],
-        scratch_types=[
-            plgpu.SMEM((slots, width, STEP), jnp.float8_e4m3fn, transforms=device.LINES),
-            plgpu.SMEM((slots, lines, height, line), x.dtype, transforms=device.LINES),
-            plgpu.SMEM((plan.consumers, 2, SCALE_WORDS), jnp.uint32),
-            plgpu.Barrier(num_arrivals=3, num_barriers=slots),
-            plgpu.Barrier(num_arrivals=wide * tall, num_barriers=slots),
-            *([plgpu.SMEM((slots, STEP // BLOCK, height), jnp.float32)] if quantized else []),
-        ],
+        out_type=results,
+        scratch_types=scratch_types,
         grid=(row_tiles, tiles, plan.splits),
         grid_names=("row_tile", "tile", "split"),
         num_threads=plan.consumers + 1,
@@ -153,4 +183,5 @@ def fp8_matmul(
     )
     # The kernel leaves zeros in the counters, so that they serve every call of a program in turn.
     counters = jnp.zeros((COUNTERS,), jnp.int32)
-    return kernel(x, *([x_scale] if quantized else []), weight, scale, counters)[0]
+    arguments = [x, *([x_scale] if quantized else []), *(w.weight for w in weights), *(w.scale for w in weights)]
+    return kernel(*arguments, counters, *([] if by is None else [by.cos, by.sin]))[0]

@@ -1,10 +1,14 @@
 """FP8 linear in plain JAX: the CPU path, and what the kernel is tested against."""
 
+from collections.abc import Sequence
+
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from dsv4jax.model.rope import Rotation, rotate
 from dsv4jax.quant import BLOCK, e8m0_decode, pack_fp8
 from dsv4jax.weights import Fp8Weight, dequantize, matmul
 
@@ -39,9 +43,16 @@ def dequantize_activations(x: QuantizedActivations) -> Float[Array, "rows inner"
     return (groups * x.scale.T[..., None]).reshape(rows, inner).astype(jnp.bfloat16)
 
 
-def fp8_linear(x: QuantizedActivations, weight: Fp8Weight) -> Float[Array, "rows out"]:
+def fp8_linear(
+    x: QuantizedActivations, weights: Sequence[Fp8Weight], by: Rotation | None = None, heads: int = 1
+) -> Float[Array, "rows out"]:
     """See `pallas_kernels.fp8_linear`."""
-    return matmul(dequantize_activations(x), dequantize(weight, jnp.bfloat16)).astype(jnp.bfloat16)
+    values = dequantize_activations(x)
+    parts = [matmul(values, dequantize(weight, jnp.bfloat16)).astype(jnp.bfloat16) for weight in weights]
+    y = parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
+    if by is None:
+        return y
+    return rotate(y.reshape(y.shape[0], heads, -1), jax.tree.map(lambda a: a[:, None], by)).reshape(y.shape)
 
 
 def fp8_grouped_linear(x: Float[Array, "rows groups inner"], weight: Fp8Weight) -> Float[Array, "rows out"]:
