@@ -1,11 +1,14 @@
 """Linear layers: one function for every form of weight, in plain JAX or with a kernel."""
 
+from collections.abc import Sequence
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from dsv4jax.model.rope import Rotation, rotate
 from dsv4jax.numerics import Numerics
 from dsv4jax.quant import qdq_fp8
 from dsv4jax.weights import DenseWeight, Fp8Weight, Weight, dequantize, matmul, unboxed
@@ -25,20 +28,37 @@ class Activations:
 
 
 def linear(
-    x: Float[Array, "*rows inner"] | Activations, weight: Weight | nnx.Param, numerics: Numerics
+    x: Float[Array, "*rows inner"] | Activations,
+    weight: Weight | nnx.Param,
+    numerics: Numerics,
+    by: Rotation | None = None,
+    heads: int = 1,
 ) -> Float[Array, "*rows out"]:
     """y = x Wᵀ with fp32 accumulation and one rounding to the type of x (section 5.4).
 
-    The input of a quantised weight is first quantised to FP8 per 32 channels.
+    The input of a quantised weight is first quantised to FP8 per 32 channels. With `by`, the rotation of each row, the
+    last channels of each of `heads` equal parts of y are rotated (section 3.3).
     """
     weight = unboxed(weight)
     x, quantized = (x.values, x.quantized) if isinstance(x, Activations) else (x, None)
     if numerics.implementation == "pallas" and isinstance(weight, Fp8Weight):
         rows = quantized or quantize_activations(x.reshape(-1, x.shape[-1]))
-        return fp8_linear(rows, weight).reshape(*x.shape[:-1], -1)
+        return fp8_linear(rows, weight, by=by, heads=heads).reshape(*x.shape[:-1], -1)
     if numerics.quantize_activations and not isinstance(weight, DenseWeight):
         x = qdq_fp8(x)
-    return matmul(x, dequantize(weight, x.dtype)).astype(x.dtype)
+    y = matmul(x, dequantize(weight, x.dtype)).astype(x.dtype)
+    if by is None:
+        return y
+    parts = y.reshape(*y.shape[:-1], heads, -1)
+    return rotate(parts, jax.tree.map(lambda a: a[..., None, :], by)).reshape(y.shape)
+
+
+def joint_linear(x: Activations, weights: Sequence[Weight | nnx.Param], numerics: Numerics) -> Float[Array, "rows out"]:
+    """`linear` of several weights with the same input, the results side by side."""
+    weights = [unboxed(weight) for weight in weights]
+    if numerics.implementation == "pallas" and all(isinstance(weight, Fp8Weight) for weight in weights):
+        return fp8_linear(x.quantized or quantize_activations(x.values), *weights)
+    return jnp.concatenate([linear(x, weight, numerics) for weight in weights], -1)
 
 
 def linear_fp32(x: Float[Array, "*rows inner"], weight: Weight | nnx.Param | Array) -> Float[Array, "*rows out"]:

@@ -6,13 +6,20 @@ emulator; whole warps call every function. It rounds where `dsv4jax.quant`, `rms
 """
 
 import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from dsv4jax.quant import BLOCK, NVFP4_BLOCK
+from dsv4jax.quant import BLOCK, NVFP4_BLOCK, ceil_div
 from pallas_kernels.topk import simt
 from pallas_kernels.topk.simt import WARP, Array, Lane
 
@@ -52,6 +59,12 @@ class Machine(simt.Machine):
         """The value of the lane whose number differs in the bit `distance`."""
         return Lane(utils.shfl_bfly(x.value, distance))
 
+    def inverse(self, x: Lane) -> Lane:
+        return _asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], ir.F32Type.get())
+
+    def exp2(self, x: Lane) -> Lane:
+        return _asm("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], ir.F32Type.get())
+
     def add(self, x: Lane, y: Lane) -> Lane:
         """x + y of fp32, not to be contracted with a product."""
         return _asm("add.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], ir.F32Type.get())
@@ -69,9 +82,68 @@ class Machine(simt.Machine):
         llvm.store(arith.trunci(i8, value.value), address, alignment=1)
 
 
-def words_of(ref: ir.Value) -> Array:
-    """A reference of any type as an array of 32-bit words."""
-    return Array(utils.memref_ptr(ref), ir.IntegerType.get_signless(32))
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A cache that is written in place."""
+
+    cache: jax.Array
+    """[outer, inner, record]"""
+    places: jax.Array
+    """int32 [rows]: which record each row may write."""
+
+
+def each_row(
+    code: Callable[..., None],
+    number: int,
+    arguments: Sequence[jax.Array],
+    out_type: Sequence[jax.ShapeDtypeStruct],
+    channels: int,
+    target: Target | None = None,
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """A kernel with a block for each of `number` rows of `channels` channels.
+
+    Args:
+      code: called as code(machine, row, *arguments, target, *results, sums). Arrays are words, or fp32 where they are;
+        target is None or the cache, its number of records, and the places; `sums` is fp32 scratch, one per warp.
+
+    Returns:
+      The results and the cache.
+    """
+    warpgroups = ceil_div(channels // CHANNELS, 4 * WARP)
+    held = [] if target is None else [target.places, jax.new_ref(target.cache)]
+    inputs = len(arguments)
+
+    def body(*refs):
+        def scope(sums):
+            @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), *(plgpu.RefType(),) * (len(refs) + 1)))
+            def run(_, row, *refs):
+                m = Machine(4 * WARP * warpgroups)
+                given, kept, made = refs[:inputs], refs[inputs:][: len(held)], refs[inputs + len(held) :]
+                into = None
+                if target is not None:
+                    places, cache = map(_array, kept)
+                    into = cache, m.u32(target.cache.shape[0] * target.cache.shape[1]), places
+                code(m, simt.scalar(row), *map(_array, given), into, *map(_array, made))
+
+            run(lax.axis_index("row"), *refs, sums)
+
+        pl.run_scoped(scope, plgpu.SMEM((4 * warpgroups,), jnp.float32), collective_axes="warpgroup")
+
+    results = pl.kernel(
+        body,
+        out_type=list(out_type),
+        mesh=plgpu.Mesh(grid=(number,), grid_names=("row",), num_threads=warpgroups, thread_name="warpgroup"),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )(*arguments, *held)
+    return results, None if target is None else jax.freeze(held[1])
+
+
+def _array(ref: ir.Value) -> Array:
+    """fp32 as it is, everything else as words of 32 bits."""
+    kind = ir.MemRefType(ref.type).element_type
+    return Array(utils.memref_ptr(ref), kind if kind == ir.F32Type.get() else ir.IntegerType.get_signless(32))
 
 
 def read(m, row, index, threads: int):
@@ -165,6 +237,17 @@ def rotated_four(m, values, cos, sin, channel, width: int, pairs: int):
 def _turned(m, even, odd, cos, sin):
     """A pair after its rotation."""
     return m.add(even * cos, odd * sin * -1.0), m.add(even * sin, odd * cos)
+
+
+def swiglu(m, gate, up, limit: float):
+    """silu(min(gate, limit)) · clamp(up, ±limit) of fp32 values, rounded."""
+    top, bottom = m.f32(limit), m.f32(-limit)
+    z = []
+    for g, u in zip(gate, up, strict=True):
+        g = m.where(g < limit, g, top)
+        u = m.where(u < limit, m.where(u > -limit, u, bottom), top)
+        z.append(g * m.inverse(m.exp2(g * -math.log2(math.e)) + 1.0) * u)
+    return rounded(m, z)
 
 
 def largest(m, values, lanes: int):

@@ -22,9 +22,11 @@ from pallas_kernels.fp8_linear import (
     fp8_linear,
     kernel,
     quantize_activations,
+    swiglu_activations,
 )
 from pallas_kernels.fp8_linear.arg_specs import ARG_SPECS, GROUPS, ROWS
 from pallas_kernels.fp8_linear.plans import MAX_KERNEL_ROWS, OUTPUTS, SCALE_WORDS, STEP, choose_plan, tile_rows
+from pallas_kernels.moe_experts.reference import swiglu
 
 S = jax.ShapeDtypeStruct
 SHARED_BYTES = 227 * 1024
@@ -188,6 +190,47 @@ def test_joint_and_rotated_products_lower_for_cuda(rows):
         by,
     )
     assert text.count("custom_call @mosaic_gpu") == 1 and "cosine" not in text
+
+
+def test_swiglu():
+    rng = np.random.default_rng(9)
+    gate_up = jnp.asarray(rng.standard_normal((3, 128)) * 20, jnp.bfloat16)
+    z = swiglu(gate_up[:, :64], gate_up[:, 64:], 10.0).astype(jnp.bfloat16)
+    got, want = swiglu_activations(gate_up, 10.0), quantize_activations(z)
+    np.testing.assert_array_equal(got.elements, want.elements)
+    np.testing.assert_array_equal(got.scale, want.scale)
+    assert swiglu_activations(gate_up[:0], 10.0).elements.shape == (0, 64)
+
+
+@needs_no_hopper
+@pytest.mark.parametrize(
+    ("width", "dtype", "implementation", "message"),
+    [
+        (128, jnp.bfloat16, "triton", "triton"),
+        (128, jnp.bfloat16, "pallas", "must be a Hopper GPU"),
+        (128, jnp.float32, "pallas", "gate_up is float32"),
+        (96, jnp.bfloat16, "pallas", "48 channels: must be a multiple of 32"),
+    ],
+)
+def test_impossible_swiglu_is_named(width, dtype, implementation, message):
+    with pytest.raises(ValueError, match=message):
+        swiglu_activations(jnp.zeros((2, width), dtype), 10.0, implementation=implementation)
+
+
+@pytest.mark.parametrize("rows", [1, *ROWS, 5000])
+def test_swiglu_lowers_for_cuda(rows):
+    run = functools.partial(swiglu_activations, limit=10.0, implementation="pallas")
+    assert lowered_for_hopper(run, S((rows, 4608), jnp.bfloat16)).count("custom_call @mosaic_gpu") == 1
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows", [1, 16, 96, 1000])
+def test_swiglu_kernel_on_gpu(rows):
+    gate_up = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 4608)) * 8, jnp.bfloat16)
+    got = swiglu_activations(gate_up, 10.0, implementation="pallas")
+    want = swiglu_activations(gate_up, 10.0, implementation="reference")
+    assert np.mean(np.asarray(got.elements) != np.asarray(want.elements)) < 0.01
+    np.testing.assert_array_equal(got.scale, want.scale)
 
 
 @pytest.mark.parametrize(("rows", "runs"), [(MAX_KERNEL_ROWS, True), (MAX_KERNEL_ROWS + 1, False), (0, False)])

@@ -20,7 +20,7 @@ from golden import DATA, FLOAT32, NOQUANT, TINY, Golden, functions, golden
 from golden_impl import ngrams
 from test_golden_model import TOLERANCE
 
-from dsv4jax import engram_hash
+from dsv4jax import engram_hash, linear
 from dsv4jax.batch import PrefillBucket, PrefillChunk, StepBatch, prefill_batch
 from dsv4jax.cache import WINDOW_KEY, CacheConfig, RecordFormat, init_cache
 from dsv4jax.config import ModelConfig, RopeScaling
@@ -121,7 +121,7 @@ def _build_into_attention(patch: pytest.MonkeyPatch, m: Switches) -> None:
     patch.setattr(transformer, "tile_windows", windows)
     patch.setattr(rope, "frequencies", frequencies)
     patch.setattr(Rotation, "inverse", inverse)
-    for module in (attention, indexer, sparse_attention):
+    for module in (attention, indexer, linear, sparse_attention):
         patch.setattr(module, "rotate", rotate)
     patch.setattr(attention.Attention, "store_entries", late_entries)
     patch.setattr(RecordFormat, "store", store)

@@ -1,6 +1,5 @@
 """CSA2 attention: a sliding window plus selected compressed entries, one latent for all heads (section 3)."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -8,7 +7,7 @@ from jaxtyping import Array, Float
 
 from dsv4jax.cache import COMPRESSED_ENTRY, INDEX_KEY, WINDOW_KEY, Cache, replace_at
 from dsv4jax.config import ModelConfig
-from dsv4jax.linear import Activations, linear
+from dsv4jax.linear import Activations, joint_linear, linear
 from dsv4jax.model.compressor import Compressor
 from dsv4jax.model.indexer import Indexer, Selection
 from dsv4jax.model.layout import TileWindow, TokenLayout
@@ -16,6 +15,7 @@ from dsv4jax.model.norm import RMSNorm
 from dsv4jax.model.rope import Rotation, rotate, rotation
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_fp8, dequantize
+from pallas_kernels.cache_write import compressed_entry, index_key, query_and_window_key
 from pallas_kernels.fp8_linear import fp8_grouped_linear
 from pallas_kernels.sparse_attention import sparse_attention
 
@@ -48,35 +48,68 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "tokens q_lora"], Float[Array, "tokens heads dim"]]:
         """The normalised low-rank query, which also feeds the indexer, and the rotated heads (3.1: no head norm)."""
         q_latent = self.q_norm(linear(x, self.wq_a, numerics))
-        q = linear(q_latent, self.wq_b, numerics).reshape(-1, self.cfg.num_attention_heads, self.cfg.head_dim)
-        return q_latent, rotate(q, jax.tree.map(lambda a: a[:, None], by))
+        return q_latent, self.query_heads(q_latent, by, numerics)
+
+    def query_heads(
+        self, q_latent: Float[Array, "tokens q_lora"] | Activations, by: Rotation, numerics: Numerics
+    ) -> Float[Array, "tokens heads dim"]:
+        """The rotated heads."""
+        heads = self.cfg.num_attention_heads
+        return linear(q_latent, self.wq_b, numerics, by, heads).reshape(-1, heads, self.cfg.head_dim)
 
     def window_key(self, x: Activations, by: Rotation, numerics: Numerics) -> Float[Array, "tokens dim"]:
         """Key and value of each token, before quantisation (3.2)."""
         return rotate(self.kv_norm(linear(x, self.wkv, numerics)), by)
 
+    def query_and_window_key(
+        self, x: Activations, layout: TokenLayout, by: Rotation, ring: Array, numerics: Numerics
+    ) -> tuple[Float[Array, "tokens q_lora"] | Activations, Array, Array, bool]:
+        """The low-rank query, the records of the window keys, and the ring, with the new keys in it or not."""
+        if numerics.implementation != "pallas":
+            q_latent = self.q_norm(linear(x, self.wq_a, numerics))
+            return q_latent, WINDOW_KEY.store(self.window_key(x, by, numerics), numerics), ring, False
+        # Rows that the new keys replace are out of reach of every query of a short step.
+        most = ring.shape[1] - self.cfg.sliding_window + 1
+        short = layout.most_tokens is not None and layout.most_tokens <= most
+        written = (ring, layout.ring_places(ring.shape[1])) if short else ()
+        projected = joint_linear(x, (self.wq_a, self.wkv), numerics)
+        norms = self.q_norm.weight[...], self.kv_norm.weight[...]
+        q_latent, quantized, key, new = query_and_window_key(
+            projected, *norms, by, *written, eps=self.cfg.rms_norm_eps, implementation="pallas"
+        )
+        return Activations(q_latent, quantized), key, new if short else ring, short
+
     def store_entries(
         self, x: Float[Array, "tokens hidden"], layout: TokenLayout, cache: Cache, numerics: Numerics
     ) -> Cache:
         """A KV source's part that every token needs: compressed entries and index keys into the pages (3.4, 4.1)."""
-        latent, open_groups = self.compressor(x, layout, cache.open_groups, numerics)
         closes = (layout.positions + 1) % self.ratio == 0
         group = layout.positions // self.ratio
         by = rotation(self.cfg, group * self.ratio, compressed=True)
-        entry = COMPRESSED_ENTRY.store(rotate(latent, by), numerics)
-        key = INDEX_KEY.store(self.indexer.key(latent, by, numerics), numerics)
         requests = layout.requests
         write = layout.valid & closes & (layout.positions >= layout.write_starts[requests])
-        pool = cache.entries[self.source]
-        pages, per_page = pool.shape[:2]
+        entries, keys = cache.entries[self.source], cache.index_keys[self.source]
+        pages, per_page = entries.shape[:2]
         page = layout.page_table[requests, jnp.minimum(group // per_page, layout.page_table.shape[1] - 1)]
-        at = jnp.where(write, page, pages), group % per_page
+        if numerics.implementation == "pallas":
+            places = jnp.where(write, page * per_page + group % per_page, -1)
+            kwargs = dict(eps=self.cfg.rms_norm_eps, implementation="pallas")
+            pooled, open_groups = self.compressor.pooled(x, layout, cache.open_groups, numerics)
+            norm = self.compressor.norm.weight[...]
+            latent, entries = compressed_entry(pooled.astype(x.dtype), norm, by, entries, places, **kwargs)
+            projected = linear(latent, self.indexer.wk, numerics)
+            keys = index_key(projected, self.indexer.k_norm.weight[...], by, keys, places, **kwargs)
+        else:
+            latent, open_groups = self.compressor(x, layout, cache.open_groups, numerics)
+            at = jnp.where(write, page, pages), group % per_page
+            entry = COMPRESSED_ENTRY.store(rotate(latent, by), numerics)
+            entries = entries.at[at].set(entry, mode="drop")
+            key = INDEX_KEY.store(self.indexer.key(latent, by, numerics), numerics)
+            keys = keys.at[at].set(key, mode="drop")
         return cache.replace(
             open_groups=open_groups,
-            entries=replace_at(cache.entries, self.source, pool.at[at].set(entry, mode="drop")),
-            index_keys=replace_at(
-                cache.index_keys, self.source, cache.index_keys[self.source].at[at].set(key, mode="drop")
-            ),
+            entries=replace_at(cache.entries, self.source, entries),
+            index_keys=replace_at(cache.index_keys, self.source, keys),
         )
 
     def __call__(
@@ -90,7 +123,8 @@ class Attention(nnx.Module):
         numerics: Numerics,
     ) -> tuple[Float[Array, "tokens hidden"], Cache, Selection | None]:
         """Attends and returns the output, the cache with this layer's window keys, and the selection in force."""
-        q_latent, q = self.query(x, by, numerics)
+        q_latent, key, ring, written = self.query_and_window_key(x, layout, by, cache.windows[self.layer], numerics)
+        q = self.query_heads(q_latent, by, numerics)
         if self.ratio and self.layer in self.cfg.index_source_layer_ids:
             # A KV source starts afresh: selections and candidates of other entries mean nothing here.
             previous = None if self.layer in self.cfg.kv_source_layer_ids else selection
@@ -99,11 +133,10 @@ class Attention(nnx.Module):
             kept = published.candidates if previous is None else previous.candidates
             selection = published.replace(candidates=kept)
 
-        key = WINDOW_KEY.store(self.window_key(x, by, numerics), numerics)
-        ring = cache.windows[self.layer]
         o = self.attend(q, key, ring, layout, windows, by, cache, selection, numerics)
-        slots = layout.write_slots(ring.shape[1])
-        ring = ring.at[slots, layout.positions % ring.shape[1]].set(key, mode="drop")
+        if not written:
+            slots = layout.write_slots(ring.shape[1])
+            ring = ring.at[slots, layout.positions % ring.shape[1]].set(key, mode="drop")
         cache = cache.replace(windows=replace_at(cache.windows, self.layer, ring))
         return self.project(o, numerics), cache, selection
 

@@ -34,8 +34,19 @@ class Compressor(nnx.Module):
     ) -> tuple[Float[Array, "tokens latent"], tuple[Array, ...]]:
         """The latent of the group that each token closes (meaningless for tokens that close none), and the groups
         left open."""
+        pooled, open_groups = self.pooled(x, layout, open_groups, numerics)
+        return self.norm(pooled).astype(x.dtype), open_groups
+
+    def pooled(
+        self,
+        x: Float[Array, "tokens hidden"],
+        layout: TokenLayout,
+        open_groups: tuple[Array, ...],
+        numerics: Numerics,
+    ) -> tuple[Float[Array, "tokens latent"], tuple[Array, ...]]:
+        """What the norm takes: the pooled latents, rounded unless `numerics.fast`, and the groups left open."""
         if self.ratio == 1:
-            return self.norm(linear(x, self.wkv, numerics)), open_groups
+            return linear(x, self.wkv, numerics), open_groups
         v, s = linear_fp32(x, self.wkv), linear_fp32(x, self.wgate)
         token = jnp.stack([v, s], 1)
         ring = open_groups[self.index]
@@ -50,8 +61,7 @@ class Compressor(nnx.Module):
         newest = layout.write_slots(2 * ring.shape[1] - 1)
         slots = jnp.where(layout.positions % 2 == 0, newest, layout.num_slots)
         ring = ring.at[slots, group].set(token, mode="drop")
-        latent = self.norm(pooled if numerics.fast else pooled.astype(x.dtype)).astype(x.dtype)
-        return latent, replace_at(open_groups, self.index, ring)
+        return pooled if numerics.fast else pooled.astype(x.dtype), replace_at(open_groups, self.index, ring)
 
 
 def pool(

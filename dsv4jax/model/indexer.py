@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from dsv4jax.cache import INDEX_KEY
 from dsv4jax.config import ModelConfig
-from dsv4jax.linear import linear
+from dsv4jax.linear import Activations, linear
 from dsv4jax.model.layout import TokenLayout, over_tiles
 from dsv4jax.model.norm import RMSNorm
 from dsv4jax.model.rope import Rotation, rotate
@@ -49,12 +49,11 @@ class Indexer(nnx.Module):
         return rotate(self.k_norm(linear(latent, self.wk, numerics)), by)
 
     def query(
-        self, q_latent: Float[Array, "tokens q_lora"], by: Rotation, numerics: Numerics
+        self, q_latent: Float[Array, "tokens q_lora"] | Activations, by: Rotation, numerics: Numerics
     ) -> Float[Array, "tokens heads index"]:
         """Index queries, quantised like the keys. No norm, no Hadamard transform."""
         heads, dim = self.cfg.index_n_heads, self.cfg.index_head_dim
-        q = linear(q_latent, self.wq_b, numerics).reshape(-1, heads, dim)
-        q = rotate(q, jax.tree.map(lambda a: a[:, None], by))
+        q = linear(q_latent, self.wq_b, numerics, by, heads).reshape(-1, heads, dim)
         return INDEX_KEY.load(INDEX_KEY.store(q, numerics), numerics)
 
     def head_weights(self, x: Float[Array, "tokens hidden"], numerics: Numerics) -> Float[Array, "tokens heads"]:
@@ -65,7 +64,7 @@ class Indexer(nnx.Module):
     def select(
         self,
         x: Float[Array, "tokens hidden"],
-        q_latent: Float[Array, "tokens q_lora"],
+        q_latent: Float[Array, "tokens q_lora"] | Activations,
         by: Rotation,
         pool: Shaped[Array, "pages per_page record"],
         layout: TokenLayout,

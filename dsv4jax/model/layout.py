@@ -28,6 +28,8 @@ class TokenLayout:
     page_table: Int32[Array, "requests pages"]
     num_slots: int = flax.struct.field(pytree_node=False)
     tile: int = flax.struct.field(pytree_node=False)
+    most_tokens: int | None = flax.struct.field(pytree_node=False, default=None)
+    """No request has more tokens in this step; None where that is not known."""
 
     @property
     def requests(self) -> Int32[Array, " tokens"]:
@@ -37,6 +39,11 @@ class TokenLayout:
     def tiles(self, x: Array) -> Array:
         """[tokens, ...] to [tiles, tile, ...]."""
         return x.reshape(-1, self.tile, *x.shape[1:])
+
+    def ring_places(self, ring: int) -> Int32[Array, " tokens"]:
+        """Place of each token in rings of all slots, counted through; out of range for all but each request's newest
+        `ring` tokens."""
+        return self.write_slots(ring) * ring + self.positions % ring
 
     def write_slots(self, newest: int) -> Int32[Array, " tokens"]:
         """Slot of each token that is among the `newest` of its request in this step; out of range for all others.
@@ -48,8 +55,8 @@ class TokenLayout:
         return jnp.where(write, self.slots[requests], self.num_slots)
 
 
-def full_layout(batch: StepBatch) -> TokenLayout:
-    """All tokens of the batch, with the window floor of the encoder half."""
+def full_layout(batch: StepBatch, decode: bool = False) -> TokenLayout:
+    """All tokens of the batch, with the window floor of the encoder half. A decode step has one tile per request."""
     positions, valid, tile_requests = _packed(batch, batch.tokens.shape[0], batch.offsets, batch.starts, batch.lengths)
     return TokenLayout(
         positions=positions,
@@ -64,6 +71,7 @@ def full_layout(batch: StepBatch) -> TokenLayout:
         page_table=batch.page_table,
         num_slots=batch.num_slots,
         tile=batch.tile,
+        most_tokens=batch.tile if decode else None,
     )
 
 

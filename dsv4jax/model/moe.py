@@ -6,9 +6,10 @@ from jax import lax, nn
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv4jax.config import ModelConfig
-from dsv4jax.linear import Activations, linear, linear_fp32
+from dsv4jax.linear import Activations, joint_linear, linear, linear_fp32
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_experts, declare_fp8
+from pallas_kernels.fp8_linear import dequantize_activations, swiglu_activations
 from pallas_kernels.moe_experts import moe_experts
 from pallas_kernels.moe_experts.reference import swiglu
 
@@ -56,6 +57,10 @@ class SharedExpert(nnx.Module):
         self.w3 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("expert_width", "embed"))
 
     def __call__(self, x: Activations, numerics: Numerics) -> Float[Array, "tokens hidden"]:
+        if numerics.implementation == "pallas":
+            gate_up = joint_linear(x, (self.w1, self.w3), numerics)
+            z = swiglu_activations(gate_up, self.limit, implementation="pallas")
+            return linear(Activations(dequantize_activations(z), z), self.w2, numerics)
         z = swiglu(linear(x, self.w1, numerics), linear(x, self.w3, numerics), self.limit)
         return linear(z.astype(x.values.dtype), self.w2, numerics)
 

@@ -76,7 +76,7 @@ class Model(nnx.Module):
         """Runs the layers over one step; logits follow from `logits(output.hidden)` for the rows that need them."""
         cfg = self.cfg
         _check_fit(batch, cache, cfg, numerics)
-        layout = full_layout(batch)
+        layout = full_layout(batch, decode)
         rows, cache = self._engram_rows(batch, layout, cache, decode)
         streams = jnp.repeat(self._embed(batch, numerics)[:, None], cfg.hc_mult, 1)
         residual = settled_residual(streams, first_mix(streams.shape[0], cfg.hc_mult))

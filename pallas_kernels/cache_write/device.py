@@ -1,7 +1,6 @@
 """What a thread block does with one token. Per-thread code for a `rows.Machine`.
 
-Arrays are words of 32 bits, or fp32 where noted. `place` is a row of the cache, which is written only if it has that
-row; `sums` has an fp32 element per warp.
+Arrays are words of 32 bits; rotations, scales and `sums`, which has an element per warp, are fp32.
 """
 
 from dsv4jax.quant import ceil_div
@@ -11,7 +10,7 @@ from pallas_kernels.topk.simt import WARP
 
 
 def query_and_window_key(
-    m, token, place, projected, q_norm, kv_norm, cos, sin, cache, q_latent, elements, scales, records, sums,
+    m, token, projected, q_norm, kv_norm, cos, sin, cache, q_latent, elements, scales, records, sums,
     *, widths: tuple[int, int], pairs: int, tokens: int, eps: float,
 ):  # fmt: skip
     """The first warps take the query, the next ones the window key. `cache` is None where nothing is to be written."""
@@ -40,22 +39,20 @@ def query_and_window_key(
         size = (width + width // rows.BLOCK) // 4
         rows.put_record(m, m.row(records, token, size), key_index, threads - q_threads, key)
         if cache is not None:
-            _write(m, cache, place, size, key_index, threads - q_threads, key)
+            _write(m, cache, token, size, key_index, threads - q_threads, key)
 
 
-def compressed_entry(
-    m, token, place, pooled, norm, cos, sin, cache, latent, sums, *, width: int, pairs: int, eps: float
-):
+def compressed_entry(m, token, pooled, norm, cos, sin, cache, latent, sums, *, width: int, pairs: int, eps: float):
     """The normalised latent, and its rotated form as an NVFP4 record."""
     values = _normalised(m, token, pooled, norm, sums, width, eps)
     rows.write(m, m.row(latent, token, width // 2), m.tid, width // CHANNELS, values)
-    _write_rotated(m, rows.nvfp4, token, place, values, cos, sin, cache, width, pairs)
+    _write_rotated(m, rows.nvfp4, token, values, cos, sin, cache, width, pairs)
 
 
-def index_key(m, token, place, projected, norm, cos, sin, cache, sums, *, width: int, pairs: int, eps: float):
+def index_key(m, token, projected, norm, cos, sin, cache, sums, *, width: int, pairs: int, eps: float):
     """The normalised and rotated key as an MXFP4 record."""
     values = _normalised(m, token, projected, norm, sums, width, eps)
-    _write_rotated(m, rows.mxfp4, token, place, values, cos, sin, cache, width, pairs)
+    _write_rotated(m, rows.mxfp4, token, values, cos, sin, cache, width, pairs)
 
 
 def _normalised(m, token, x, norm, sums, width, eps):
@@ -68,15 +65,17 @@ def _normalised(m, token, x, norm, sums, width, eps):
     return rows.normalise(m, values, weight, mean, eps)
 
 
-def _write_rotated(m, encode, token, place, values, cos, sin, cache, width, pairs):
+def _write_rotated(m, encode, token, values, cos, sin, cache, width, pairs):
     values = rows.rotate(m, values, m.row(cos, token, pairs), m.row(sin, token, pairs), m.tid, width, pairs)
     encoded = encode(m, values)
     size = (width // 2 + width // encoded.block) // 4
-    _write(m, cache, place, size, m.tid, width // CHANNELS, encoded)
+    _write(m, cache, token, size, m.tid, width // CHANNELS, encoded)
 
 
-def _write(m, cache, place, size, index, threads, encoded):
-    """Writes a record of `size` words to row `place` of the cache, which is given with its number of rows."""
-    array, number = cache
+def _write(m, cache, token, size, index, threads, encoded):
+    """Writes a record of `size` words to the token's place in the cache, given as its array, its number of places and
+    the places of the tokens."""
+    array, number, places = cache
+    place = m.load(places, token)
     with m.when(place < number):
         rows.put_record(m, m.row(array, place, size), index, threads, encoded)

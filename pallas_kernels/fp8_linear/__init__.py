@@ -10,7 +10,7 @@ from dsv4jax.model.rope import Rotation
 from dsv4jax.quant import BLOCK
 from dsv4jax.weights import Fp8Weight
 from pallas_kernels.device import hopper_obstacle
-from pallas_kernels.fp8_linear import kernel, reference
+from pallas_kernels.fp8_linear import kernel, reference, swiglu
 from pallas_kernels.fp8_linear.plans import MAX_KERNEL_ROWS, choose_plan
 from pallas_kernels.fp8_linear.reference import QuantizedActivations, dequantize_activations, quantize_activations
 
@@ -20,6 +20,7 @@ __all__ = [
     "fp8_grouped_linear",
     "fp8_linear",
     "quantize_activations",
+    "swiglu_activations",
 ]
 
 
@@ -88,6 +89,32 @@ def fp8_grouped_linear(
         plan = choose_plan(rows, out, inner, grouped=True)
         return kernel.fp8_matmul(x.reshape(rows, -1), None, (weight,), plan)
     return reference.fp8_grouped_linear(x, weight)
+
+
+def swiglu_activations(
+    gate_up: Float[Array, "rows twice"], limit: float, *, implementation: str | None = None
+) -> QuantizedActivations:
+    """silu(min(gate, limit)) · clamp(up, ±limit) in fp32, rounded and quantised for the next linear (section 5.2).
+
+    Args:
+      gate_up: gate and up projection, side by side.
+      implementation: "reference" (plain JAX), "pallas" (Hopper GPUs; bfloat16, rows of a multiple of 32 channels up to
+        8192), or None for what the device supports.
+
+    The kernel's sigmoid is exact to a few last bits of fp32. No rows give empty arrays.
+
+    Raises:
+      ValueError: `implementation` is unknown or cannot run; the message says why.
+    """
+    if implementation not in (None, "reference", "pallas"):
+        raise ValueError(f'implementation = {implementation!r}: must be "reference", "pallas" or None')
+    if implementation != "reference":
+        obstacle = swiglu.obstacle(gate_up) or hopper_obstacle()
+        if obstacle and implementation == "pallas":
+            raise ValueError(f'implementation = "pallas": {obstacle}')
+        if not obstacle and gate_up.shape[0]:
+            return swiglu.swiglu_activations(gate_up, limit)
+    return reference.swiglu_activations(gate_up, limit)
 
 
 def _use_kernel(

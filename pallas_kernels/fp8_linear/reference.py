@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import lax, nn
 from jaxtyping import Array, Float, Int
 
 from dsv4jax.model.rope import Rotation, rotate
@@ -34,6 +34,13 @@ def quantize_activations(x: Float[Array, "rows inner"]) -> QuantizedActivations:
     n = x.shape[-1]
     elements = lax.bitcast_convert_type(record[..., :n], jnp.float8_e4m3fn)
     return QuantizedActivations(elements, e8m0_decode(record[..., n:]).T)
+
+
+def swiglu_activations(gate_up: Float[Array, "rows twice"], limit: float) -> QuantizedActivations:
+    """See `pallas_kernels.fp8_linear`."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, 1)
+    z = nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+    return quantize_activations(z.astype(gate_up.dtype))
 
 
 def dequantize_activations(x: QuantizedActivations) -> Float[Array, "rows inner"]:
