@@ -55,9 +55,12 @@ class Machine(simt.Machine):
         )
         return _asm(text, "=f,r", [byte], ir.F32Type.get())
 
-    def exchange(self, x: Lane, distance: int) -> Lane:
-        """The value of the lane whose number differs in the bit `distance`."""
-        return Lane(utils.shfl_bfly(x.value, distance))
+    def exchange(self, x: Lane, distance: int, lanes: int = WARP) -> Lane:
+        """The value of the lane whose number differs in the bit `distance`; `lanes` neighbours take part."""
+        mask = self.u32((1 << lanes) - 1) << (self.lane & (WARP - lanes))
+        text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, $2;"
+        kind, letter = x.value.type, "f" if x.value.type == ir.F32Type.get() else "r"
+        return _asm(text, f"={letter},{letter},r", [x, mask], kind, has_side_effects=True)
 
     def inverse(self, x: Lane) -> Lane:
         return _asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], ir.F32Type.get())
@@ -257,7 +260,7 @@ def largest(m, values, lanes: int):
         top = _larger(m, top, m.bits(value) & MAGNITUDE)
     distance = lanes // 2
     while distance:
-        top = _larger(m, top, m.exchange(top, distance))
+        top = _larger(m, top, m.exchange(top, distance, lanes))
         distance //= 2
     return top
 
@@ -324,13 +327,20 @@ def put_activations(m, elements, scales, index, threads: int, row, rows: int, va
             m.store(scales, (index >> 2) * rows + row, m.floats(scale))
 
 
+def quantised_four(m, values):
+    """A word of E4M3 elements of four fp32 values, rounded to bfloat16 before, and the bits of the fp32 scale of the
+    group of 32 that they form with those of seven neighbours. Whole groups of lanes take part."""
+    (word,), scale = _fp8(m, rounded(m, values))
+    return word, scale
+
+
 def _fp8(m, values):
-    """Two words of E4M3 elements, and the bits of the fp32 scale of their group of 32."""
-    top = m.floats(largest(m, values, BLOCK // CHANNELS))
+    """Words of E4M3 elements, and the bits of the fp32 scale of their group of 32."""
+    top = m.floats(largest(m, values, BLOCK // len(values)))
     scale = _power_of_two_above(m, m.where(top > 1e-4, top, m.f32(1e-4)) * (1 / 448))
     inverse = m.floats(m.u32(254 << 23) - scale)
     scaled = [value * inverse for value in values]
-    return [m.pack_e4m3(scaled[:4]), m.pack_e4m3(scaled[4:])], scale
+    return [m.pack_e4m3(scaled[i : i + 4]) for i in range(0, len(scaled), 4)], scale
 
 
 def _larger(m, x, y):
@@ -360,7 +370,9 @@ def _codes(m, values, threshold):
     return word
 
 
-def _asm(text: str, constraints: str, operands: list[Lane], kind: ir.Type | None = None) -> Lane:
+def _asm(
+    text: str, constraints: str, operands: list[Lane], kind: ir.Type | None = None, has_side_effects: bool = False
+) -> Lane:
     kind = kind or ir.IntegerType.get_signless(32)
     values = [x.value for x in operands]
-    return Lane(llvm.inline_asm(kind, values, text, constraints, has_side_effects=False, asm_dialect=0))
+    return Lane(llvm.inline_asm(kind, values, text, constraints, has_side_effects=has_side_effects, asm_dialect=0))

@@ -16,7 +16,7 @@ from dsv4jax.model.rope import Rotation, rotate, rotation
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_fp8, dequantize
 from pallas_kernels.cache_write import compressed_entry, index_key, query_and_window_key
-from pallas_kernels.fp8_linear import fp8_grouped_linear
+from pallas_kernels.fp8_linear import dequantize_activations, fp8_grouped_linear
 from pallas_kernels.sparse_attention import sparse_attention
 
 
@@ -172,7 +172,8 @@ class Attention(nnx.Module):
         cfg = self.cfg
         groups = o.reshape(o.shape[0], cfg.o_groups, -1)
         if numerics.implementation == "pallas":
-            return linear(fp8_grouped_linear(groups, self.wo_a.get_value()), self.wo_b, numerics)
+            z = fp8_grouped_linear(groups, self.wo_a.get_value(), quantize=True)
+            return linear(Activations(dequantize_activations(z), z), self.wo_b, numerics)
         wo_a = dequantize(self.wo_a, o.dtype).reshape(cfg.o_groups, cfg.o_lora_rank, -1)
         z = jnp.einsum(
             "tgi,goi->tgo", groups, wo_a, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32

@@ -65,13 +65,18 @@ def fp8_linear(
 
 
 def fp8_grouped_linear(
-    x: Float[Array, "rows groups inner"], weight: Fp8Weight, *, implementation: str | None = None
-) -> Float[Array, "rows out"]:
+    x: Float[Array, "rows groups inner"],
+    weight: Fp8Weight,
+    *,
+    quantize: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "rows out"] | QuantizedActivations:
     """The products of each group of x with its own part of the rows of an FP8 weight (section 3.7: `wo_a`).
 
     Args:
       x: bfloat16, not quantised. The reference also takes other types, which the result then has.
       weight: [out, inner]; group g has rows g·out/groups .. (g+1)·out/groups, and so the result its columns.
+      quantize: the result is rounded as it would be otherwise and then quantised, as the next linear takes it.
       implementation: as in `fp8_linear`; the kernel takes scales up to 2^7 (byte 134), larger ones give wrong values.
 
     Sums, NaN and empty input as in `fp8_linear`, but on bfloat16 tensor cores.
@@ -87,8 +92,9 @@ def fp8_grouped_linear(
         raise ValueError(f"the weight has {out} rows: must be a multiple of the {groups} groups of x")
     if _use_kernel(x, jnp.bfloat16, (weight,), groups, implementation):
         plan = choose_plan(rows, out, inner, grouped=True)
-        return kernel.fp8_matmul(x.reshape(rows, -1), None, (weight,), plan)
-    return reference.fp8_grouped_linear(x, weight)
+        return kernel.fp8_matmul(x.reshape(rows, -1), None, (weight,), plan, quantize=quantize)
+    y = reference.fp8_grouped_linear(x, weight)
+    return quantize_activations(y) if quantize else y
 
 
 def swiglu_activations(

@@ -5,6 +5,7 @@ Threads of a warpgroup hold a product [64 outputs, rows of x] as the tensor core
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -209,24 +210,33 @@ def store_sums(plan: Plan, rows: int):
 
 @dataclasses.dataclass(frozen=True)
 class Turned:
-    """The result of a row is cut into vectors of `width` channels, whose last 2·pairs are rotated."""
+    """The result of a row is cut into vectors of `width` channels, whose last 2·pairs are rotated by cos and sin
+    [rows, pairs]."""
 
     width: int
     pairs: int
+    references: ClassVar[int] = 2
 
 
-def finish(plan: Plan, rows: int, height: int, out: int, turned: Turned | None):
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """The result is FP8, with fp32 scales [groups, rows]."""
+
+    references: ClassVar[int] = 1
+
+
+def finish(plan: Plan, rows: int, height: int, out: int, form: Turned | Quantised | None):
     """Adds up what the warpgroups stored and writes y; of several blocks to a tile, the last to get here does.
 
-    With `turned`, y is rotated by the cos and sin [rows, pairs] that stand behind it.
+    What the form of the result needs beside y stands behind it: cos and sin, or the scales.
     """
     width = OUTPUTS * plan.wide
     stride, quads = width + PAD, height * width // 4
-    turn = () if turned is None else (REF, REF)
+    beside = (REF,) * (form.references if form else 0)
 
-    @plgpu.inline_mgpu(arg_types=(LINED, REF, REF, REF, *turn, SCALAR, SCALAR, SCALAR))
+    @plgpu.inline_mgpu(arg_types=(LINED, REF, REF, REF, *beside, SCALAR, SCALAR, SCALAR))
     def run(_, stored, sums, counters, y, *rest):
-        *turn, r, n, split = rest
+        *beside, r, n, split = rest
         r, n, split = ptx.scalars(r, n, split)
         base = ptx.shared_address(stored)
         block = ptx.add(ptx.mul(r, out // width), n)
@@ -256,11 +266,26 @@ def finish(plan: Plan, rows: int, height: int, out: int, turned: Turned | None):
             column = ptx.add(ptx.mul(n, width), ptx.mul(quad, 4))
             row_of_y = ptx.add(ptx.mul(r, height), row)
             element = ptx.add(ptx.mul(row_of_y, out), column)
-            if turned is not None:
-                low, high = _rotated(plan.threads, four, turn, row_of_y, column, turned)
-                at = ptx.global_address(y, element, 2)
-                ptx.asm("st.global.v2.b32 [$0], {$1, $2};", [at, low, high], constraints="l,r,r")
-                return
+            values = [simt.Lane(x) for x in four]
+            match form:
+                case Turned():
+                    m = per_row.Machine(plan.threads)
+                    cos, sin = (m.row(simt.array(ref), simt.Lane(row_of_y), form.pairs) for ref in beside)
+                    channel = simt.Lane(ptx.rem(column, form.width))
+                    words = per_row.rotated_four(m, values, cos, sin, channel, form.width, form.pairs)
+                    at = ptx.global_address(y, element, 2)
+                    ptx.asm("st.global.v2.b32 [$0], {$1, $2};", [at, *(w.value for w in words)], constraints="l,r,r")
+                    return
+                case Quantised():
+                    m = per_row.Machine(plan.threads)
+                    word, scale = per_row.quantised_four(m, values)
+                    at = ptx.global_address(y, element, 1)
+                    ptx.asm("st.global.b32 [$0], $1;", [at, word.value], constraints="l,r")
+                    place = ptx.add(ptx.mul(ptx.div(column, BLOCK), rows), row_of_y)
+                    with m.when((m.lane & 7) == 0):
+                        at = ptx.global_address(beside[0], place, 4)
+                        ptx.asm("st.global.b32 [$0], $1;", [at, scale.value], constraints="l,r")
+                    return
             ptx.asm(
                 "{ .reg .b32 lo, hi; cvt.rn.bf16x2.f32 lo, $2, $1; cvt.rn.bf16x2.f32 hi, $4, $3;"
                 " st.global.v2.b32 [$0], {lo, hi}; }",
@@ -297,15 +322,6 @@ def finish(plan: Plan, rows: int, height: int, out: int, turned: Turned | None):
             each_quad(add_splits)
 
     return run
-
-
-def _rotated(threads: int, four, turn, row, column, turned: Turned):
-    """Two words of four neighbouring channels, rounded, rotated where they belong to pairs, and rounded again."""
-    m = per_row.Machine(threads)
-    cos, sin = (m.row(simt.array(ref), simt.Lane(row), turned.pairs) for ref in turn)
-    channel = simt.Lane(ptx.rem(column, turned.width))
-    values = [simt.Lane(x) for x in four]
-    return (word.value for word in per_row.rotated_four(m, values, cos, sin, channel, turned.width, turned.pairs))
 
 
 def _total(fours):

@@ -22,6 +22,7 @@ from dsv4jax.weights import Fp8Weight
 from pallas_kernels.fp8_linear import device
 from pallas_kernels.fp8_linear.device import PAD
 from pallas_kernels.fp8_linear.plans import OUTPUTS, SCALE_WORDS, STEP, Plan, tile_rows
+from pallas_kernels.fp8_linear.reference import QuantizedActivations
 
 COUNTERS = 4096
 """Arrival counters: one size for all calls, so that a program fills a single array of zeros for all of them."""
@@ -50,12 +51,13 @@ def fp8_matmul(
     plan: Plan,
     by: Rotation | None = None,
     heads: int = 1,
-) -> Float[Array, "rows out"]:
+    quantize: bool = False,
+) -> Float[Array, "rows out"] | QuantizedActivations:
     """x wᵀ in bfloat16, the products with several weights side by side.
 
     x is E4M3 with fp32 scales [in/32, rows] that are powers of two, or bfloat16 without scales. The rows of a weight
     fall into as many groups as x is wider than it; each has its own part of x. Several weights have one group. With
-    `by`, the last channels of each of `heads` equal parts of the result are rotated.
+    `by`, the last channels of each of `heads` equal parts of the result are rotated; with `quantize` it is FP8.
     """
     rows = x.shape[0]
     outs, inner = tuple(w.weight.shape[0] for w in weights), weights[0].weight.shape[1]
@@ -78,7 +80,7 @@ def fp8_matmul(
 
     def body(*refs):
         inputs, scratch = refs[: -len(results) - len(scratch_types)], refs[-len(scratch_types) :]
-        y, sums = refs[len(inputs) : len(inputs) + len(results)]
+        y, sums, *scales_of_y = refs[len(inputs) : len(inputs) + len(results)]
         x, *x_scale = inputs[: 1 + quantized]
         stored, scales = (inputs[1 + quantized + i * number :][:number] for i in range(2))
         counters, *turn = inputs[1 + quantized + 2 * number :]
@@ -154,13 +156,16 @@ def fp8_matmul(
 
         pl.when(wg == plan.consumers)(produce)
         pl.when(wg < plan.consumers)(multiply)
-        device.finish(plan, rows, height, out, turned)(ws, sums, counters, y, *turn, r, n, split)
+        device.finish(plan, rows, height, out, form)(ws, sums, counters, y, *turn, *scales_of_y, r, n, split)
 
-    turned = None if by is None else device.Turned(out // heads, by.cos.shape[1])
+    form = None if by is None else device.Turned(out // heads, by.cos.shape[1])
     results = [
-        jax.ShapeDtypeStruct((rows, out), jnp.bfloat16),
+        jax.ShapeDtypeStruct((rows, out), jnp.float8_e4m3fn if quantize else jnp.bfloat16),
         jax.ShapeDtypeStruct((shared_tiles, height * width), jnp.float32),
     ]
+    if quantize:
+        form = device.Quantised()
+        results.append(jax.ShapeDtypeStruct((out // BLOCK, rows), jnp.float32))
     scratch_types = [
         plgpu.SMEM((slots, width, STEP), jnp.float8_e4m3fn, transforms=device.LINES),
         plgpu.SMEM((slots, lines, height, line), x.dtype, transforms=device.LINES),
@@ -184,4 +189,5 @@ def fp8_matmul(
     # The kernel leaves zeros in the counters, so that they serve every call of a program in turn.
     counters = jnp.zeros((COUNTERS,), jnp.int32)
     arguments = [x, *([x_scale] if quantized else []), *(w.weight for w in weights), *(w.scale for w in weights)]
-    return kernel(*arguments, counters, *([] if by is None else [by.cos, by.sin]))[0]
+    y, _, *scale = kernel(*arguments, counters, *([] if by is None else [by.cos, by.sin]))
+    return QuantizedActivations(y, *scale) if quantize else y
