@@ -82,6 +82,9 @@ def test_grouped_reference():
     x, weight = whole_numbers(rng, 6, 4 * 128).reshape(6, 4, 128), exact_weight(rng, 256, 128)
     want = np.einsum("tgi,goi->tgo", np.asarray(x, np.float64), values(weight).reshape(4, 64, 128)).reshape(6, 256)
     np.testing.assert_array_equal(fp8_grouped_linear(x, weight, implementation="reference"), rounded(want))
+    got, want = fp8_grouped_linear(x, weight, quantize=True), quantize_activations(jnp.asarray(want, jnp.bfloat16))
+    np.testing.assert_array_equal(got.elements, want.elements)
+    np.testing.assert_array_equal(got.scale, want.scale)
 
 
 def test_no_rows():
@@ -175,6 +178,13 @@ def test_lowers_for_cuda(name, rows):
         x, fn = activations_like(rows, spec.inner), fp8_linear
     weight = weight_like(spec.out, spec.inner)
     assert "mosaic_gpu" in lowered_for_hopper(lambda *a: fn(*a, implementation="pallas"), x, weight)
+
+
+@pytest.mark.parametrize("rows", [1, *ROWS])
+def test_quantised_grouped_product_lowers_for_cuda(rows):
+    run = functools.partial(fp8_grouped_linear, quantize=True, implementation="pallas")
+    text = lowered_for_hopper(run, S((rows, GROUPS, 4096), jnp.bfloat16), weight_like(8192, 4096))
+    assert text.count("custom_call @mosaic_gpu") == 1 and f"tensor<256x{rows}xf32>" in text
 
 
 @pytest.mark.parametrize("rows", [1, *ROWS])
@@ -292,6 +302,9 @@ def test_grouped_kernel_on_gpu(rows):
     x = whole_numbers(rng, rows, GROUPS * spec.inner).reshape(rows, GROUPS, spec.inner)
     want = fp8_grouped_linear(x, weight, implementation="reference")
     np.testing.assert_array_equal(fp8_grouped_linear(x, weight, implementation="pallas"), want)
+    got, want = fp8_grouped_linear(x, weight, quantize=True, implementation="pallas"), quantize_activations(want)
+    np.testing.assert_array_equal(got.elements, want.elements)
+    np.testing.assert_array_equal(got.scale, want.scale)
 
 
 @needs_hopper
