@@ -55,6 +55,15 @@ class Machine(simt.Machine):
         )
         return _asm(text, "=f,r", [byte], ir.F32Type.get())
 
+    def pack_f16(self, low: Lane, high: Lane) -> Lane:
+        """Two fp32 values rounded to float16, in one word."""
+        return _asm("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high])
+
+    def divide(self, x: Lane, by: int) -> tuple[Lane, Lane]:
+        """Quotient and remainder."""
+        by = arith.constant(ir.IntegerType.get_signless(32), by)
+        return Lane(arith.divui(x.value, by)), Lane(arith.remui(x.value, by))
+
     def exchange(self, x: Lane, distance: int, lanes: int = WARP) -> Lane:
         """The value of the lane whose number differs in the bit `distance`; `lanes` neighbours take part."""
         mask = self.u32((1 << lanes) - 1) << (self.lane & (WARP - lanes))
@@ -107,7 +116,7 @@ def each_row(
 
     Args:
       code: called as code(machine, row, *arguments, target, *results, sums). Arrays are words, or fp32 where they are;
-        target is None or the cache, its number of records, and the places; `sums` is fp32 scratch, one per warp.
+        target is None or the cache, its number of records, and the places; `sums` is fp32 scratch, two per warp.
 
     Returns:
       The results and the cache.
@@ -130,7 +139,7 @@ def each_row(
 
             run(lax.axis_index("row"), *refs, sums)
 
-        pl.run_scoped(scope, plgpu.SMEM((4 * warpgroups,), jnp.float32), collective_axes="warpgroup")
+        pl.run_scoped(scope, plgpu.SMEM((8 * warpgroups,), jnp.float32), collective_axes="warpgroup")
 
     results = pl.kernel(
         body,
@@ -285,12 +294,31 @@ def fp8(m, values) -> Encoded:
 
 def mxfp4(m, values) -> Encoded:
     """As `pack_mxfp4`."""
+    word, scale = _mxfp4(m, values)
+    return Encoded([word], scale >> 23, BLOCK)
+
+
+def qdq_mxfp4(m, values):
+    """The values after a round trip through MXFP4."""
+    word, scale = _mxfp4(m, values)
+    decoded = []
+    for i in range(CHANNELS):
+        code = (word >> (4 * i)) & 7
+        # Two bits of exponent and one of mantissa, in those of fp32; 0 and 0.5 have no leading one.
+        small = m.where(code == 1, m.u32(0x3F000000), m.u32(0))
+        bits = m.where(code < 2, small, (code << 22) + (126 << 23))
+        sign = ((word >> (4 * i)) & 8) << 28
+        decoded.append(m.floats(bits | sign) * m.floats(scale))
+    return decoded
+
+
+def _mxfp4(m, values):
+    """A word of E2M1 codes, and the bits of the scale of their group of 32."""
     top = m.floats(largest(m, values, BLOCK // CHANNELS))
     least = 6 * 2.0**-126
     scale = _power_of_two_above(m, m.where(top > least, top, m.f32(least)) * (1 / 6))
     inverse = m.floats(m.u32(254 << 23) - scale)
-    word = _codes(m, [value * inverse for value in values], lambda midpoint: midpoint)
-    return Encoded([word], scale >> 23, BLOCK)
+    return _codes(m, [value * inverse for value in values], lambda midpoint: midpoint), scale
 
 
 def nvfp4(m, values) -> Encoded:

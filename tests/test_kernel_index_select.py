@@ -1,16 +1,20 @@
 """`index_select`: the reference against the model, the kernel's key decoding on an emulator, lowering, and a GPU."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import simt_emulator
 from hopper import lowered_for_hopper, needs_hopper
+from row_emulator import emulate
 
 from dsv4jax.model import indexer
 from dsv4jax.numerics import FAST
 from dsv4jax.quant import pack_mxfp4, qdq_mxfp4, unpack_mxfp4
-from pallas_kernels.index_select import arg_specs, index_select
+from pallas_kernels.index_select import arg_specs, index_select, pack_kernel
 from pallas_kernels.index_select.pack import pack_queries
 from pallas_kernels.index_select.scores import default_tiling, key_tables, place_of, unpack_keys
 
@@ -165,6 +169,23 @@ def test_packed_queries_are_exact(queries):
     product = values * weights[..., None] * factors[:, None, None] * 8
     np.testing.assert_array_equal(product, (q.astype(jnp.float32) * w.astype(jnp.float32)[..., None])[0])
     assert np.abs(values).max() < 8
+
+
+@pytest.mark.parametrize("queries", [1, 3, 8])
+def test_the_kernel_packs_queries_of_any_values(queries):
+    """Bit for bit what `pack_queries` makes of the queries after their quantisation."""
+    rng = np.random.default_rng(queries)
+    spread = np.exp2(rng.integers(-6, 6, (2, queries, 32, 4, 1)))
+    x = rng.standard_normal((2, queries, 32, 4, 32)) * spread
+    x[0, 0, 3], x[1, 0, 4] = 0, 1e-25
+    q = jnp.asarray(x.reshape(2, queries, 32, 128), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((2, queries, 32)), jnp.bfloat16)
+    want = jax.jit(lambda q, w: pack_queries(qdq_mxfp4(q), w))(q, w)
+    results = [np.full((2 * queries, 32, 128), 7, np.uint8), np.full((2, 32, 8), 7, np.int32)]
+    code = functools.partial(pack_kernel.device_code, queries=queries)
+    _, got = emulate(code, 2 * queries, (q, w), results, 32 * 128)
+    np.testing.assert_array_equal(got[1].view(np.int32).reshape(2, 32, 8), want[1])
+    np.testing.assert_array_equal(got[0].reshape(want[0].shape), want[0])
 
 
 @pytest.mark.parametrize("shape", arg_specs.SHAPES.values(), ids=arg_specs.SHAPES)

@@ -52,9 +52,15 @@ class Indexer(nnx.Module):
         self, q_latent: Float[Array, "tokens q_lora"] | Activations, by: Rotation, numerics: Numerics
     ) -> Float[Array, "tokens heads index"]:
         """Index queries, quantised like the keys. No norm, no Hadamard transform."""
-        heads, dim = self.cfg.index_n_heads, self.cfg.index_head_dim
-        q = linear(q_latent, self.wq_b, numerics, by, heads).reshape(-1, heads, dim)
+        q = self.rotated_query(q_latent, by, numerics)
         return INDEX_KEY.load(INDEX_KEY.store(q, numerics), numerics)
+
+    def rotated_query(
+        self, q_latent: Float[Array, "tokens q_lora"] | Activations, by: Rotation, numerics: Numerics
+    ) -> Float[Array, "tokens heads index"]:
+        """Index queries before quantisation."""
+        heads, dim = self.cfg.index_n_heads, self.cfg.index_head_dim
+        return linear(q_latent, self.wq_b, numerics, by, heads).reshape(-1, heads, dim)
 
     def head_weights(self, x: Float[Array, "tokens hidden"], numerics: Numerics) -> Float[Array, "tokens heads"]:
         """Weight of each index head, scaled by index_head_dim^-½ · index_n_heads^-½."""
@@ -82,8 +88,9 @@ class Indexer(nnx.Module):
         many_blocks = entries > cfg.candidate_topk_blocks * cfg.candidate_block_size
         restrict = None if self.publishes_candidates or previous is None else previous.candidates
 
-        q, weights = self.query(q_latent, by, numerics), self.head_weights(x, numerics)
+        weights = self.head_weights(x, numerics)
         if numerics.implementation == "pallas":
+            q = self.rotated_query(q_latent, by, numerics)
             positions, published = index_select(
                 q, weights, pool, layout.page_table, layout.tile_requests, visible, keep, restrict,
                 block_size=cfg.candidate_block_size,
@@ -91,6 +98,8 @@ class Indexer(nnx.Module):
                 implementation="pallas",
             )  # fmt: skip
             return Selection(positions, published)
+
+        q = self.query(q_latent, by, numerics)
 
         def one_tile(tile):
             q, weights, visible, request, candidates = tile

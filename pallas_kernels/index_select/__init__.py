@@ -24,7 +24,7 @@ def index_select(
     """The `k` entries of best score Σ_h relu(q_h · key) · weight_h of each token, and blocks to restrict others to.
 
     Args:
-      q: index queries whose values are MXFP4 (4.1); other values are rounded by the kernel.
+      q: rotated index queries, which are rounded to MXFP4 here (4.1); that changes nothing where it has been done.
       pool: index keys as cached: MXFP4 records, uint8 [pages, entries per page, 68].
       page_table: pages of each request; entry e is in page e // (entries per page). Page numbers out of range stand for
         pages that no token sees.

@@ -1,4 +1,4 @@
-"""`index_select` on Hopper: a kernel for the scores, then `topk` of them, so many tokens at a time.
+"""`index_select` on Hopper: kernels that pack queries and score entries, then `topk`, so many tokens at a time.
 
 The scores do pass through device memory, written once and read once in fp32. For one query that is 4 bytes per key of
 68 each way: 6% of the key bytes written and 6% read again (35% each way for six queries). It keeps selection, which
@@ -16,7 +16,8 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels.device import hopper_obstacle
 from pallas_kernels.index_select import reference
-from pallas_kernels.index_select.pack import COLUMNS, DIM, HEADS, pack_queries
+from pallas_kernels.index_select.pack import COLUMNS, DIM, HEADS
+from pallas_kernels.index_select.pack_kernel import pack_queries
 from pallas_kernels.index_select.scores import ENTRIES, RECORD, default_tiling, scores
 from pallas_kernels.topk.kernel import MAX_K, WIDTH, topk_pallas
 
@@ -28,6 +29,8 @@ def obstacle(q, weights, pool, page_table, tile_requests, visible, k, candidates
     """Why the kernel cannot run, or None."""
     if q.shape[1:] != (HEADS, DIM):
         return f"queries of {q.shape[1:]} (heads, channels), the kernel takes {(HEADS, DIM)}"
+    if q.dtype != jnp.bfloat16 or weights.dtype != jnp.bfloat16:
+        return f"queries and weights are {q.dtype} and {weights.dtype}, the kernel takes bfloat16"
     if pool.dtype != jnp.uint8 or pool.shape[2] != RECORD:
         return f"keys are {pool.dtype} {pool.shape[2:]}, the kernel takes records of {RECORD} bytes"
     if pool.shape[1] % 8 or (ENTRIES % pool.shape[1] and pool.shape[1] % ENTRIES):

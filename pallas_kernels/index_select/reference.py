@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from dsv4jax.quant import unpack_mxfp4
+from dsv4jax.quant import qdq_mxfp4, unpack_mxfp4
 from pallas_kernels.topk.reference import topk_reference
 
 
@@ -18,7 +18,7 @@ def index_select(
     def one_tile(tile):
         q, weights, visible, request, candidates = tile
         keys = unpack_mxfp4(pool[page_table[request]], jnp.float32)
-        scores = index_scores(q, weights, keys.reshape(-1, q.shape[-1]))
+        scores = index_scores(qdq_mxfp4(q), weights, keys.reshape(-1, q.shape[-1]))
         published = publish_blocks(scores, visible, publish, block_size) if publish else None
         if candidates is not None:
             blocks = -(-scores.shape[1] // block_size)
