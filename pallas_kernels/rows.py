@@ -64,12 +64,9 @@ class Machine(simt.Machine):
         by = arith.constant(ir.IntegerType.get_signless(32), by)
         return Lane(arith.divui(x.value, by)), Lane(arith.remui(x.value, by))
 
-    def exchange(self, x: Lane, distance: int, lanes: int = WARP) -> Lane:
-        """The value of the lane whose number differs in the bit `distance`; `lanes` neighbours take part."""
-        mask = self.u32((1 << lanes) - 1) << (self.lane & (WARP - lanes))
-        text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, $2;"
-        kind, letter = x.value.type, "f" if x.value.type == ir.F32Type.get() else "r"
-        return _asm(text, f"={letter},{letter},r", [x, mask], kind, has_side_effects=True)
+    def exchange(self, x: Lane, distance: int) -> Lane:
+        """The value of the lane whose number differs in the bit `distance`."""
+        return Lane(utils.shfl_bfly(x.value, distance))
 
     def inverse(self, x: Lane) -> Lane:
         return _asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], ir.F32Type.get())
@@ -269,7 +266,7 @@ def largest(m, values, lanes: int):
         top = _larger(m, top, m.bits(value) & MAGNITUDE)
     distance = lanes // 2
     while distance:
-        top = _larger(m, top, m.exchange(top, distance, lanes))
+        top = _larger(m, top, m.exchange(top, distance))
         distance //= 2
     return top
 
@@ -357,7 +354,7 @@ def put_activations(m, elements, scales, index, threads: int, row, rows: int, va
 
 def quantised_four(m, values):
     """A word of E4M3 elements of four fp32 values, rounded to bfloat16 before, and the bits of the fp32 scale of the
-    group of 32 that they form with those of seven neighbours. Whole groups of lanes take part."""
+    group of 32 that they form with those of seven neighbours."""
     (word,), scale = _fp8(m, rounded(m, values))
     return word, scale
 
@@ -398,9 +395,7 @@ def _codes(m, values, threshold):
     return word
 
 
-def _asm(
-    text: str, constraints: str, operands: list[Lane], kind: ir.Type | None = None, has_side_effects: bool = False
-) -> Lane:
+def _asm(text: str, constraints: str, operands: list[Lane], kind: ir.Type | None = None) -> Lane:
     kind = kind or ir.IntegerType.get_signless(32)
     values = [x.value for x in operands]
-    return Lane(llvm.inline_asm(kind, values, text, constraints, has_side_effects=has_side_effects, asm_dialect=0))
+    return Lane(llvm.inline_asm(kind, values, text, constraints, has_side_effects=False, asm_dialect=0))

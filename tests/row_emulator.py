@@ -32,10 +32,8 @@ class Machine(simt_emulator.Machine):
     def divide(self, x, by):
         return x // np.uint32(by), x % np.uint32(by)
 
-    def exchange(self, x, distance, lanes=32):
-        masks = self.mask.reshape(-1, lanes)
-        assert np.all(masks.all(1) == masks.any(1)), "some of the lanes that take part are missing"
-        return np.broadcast_to(x, self.threads).reshape(-1, 32)[:, np.arange(32) ^ distance].reshape(-1)
+    def exchange(self, x, distance):
+        return self._warps(x)[:, np.arange(32) ^ distance].reshape(-1)
 
     def inverse(self, x):
         return np.float32(1) / x

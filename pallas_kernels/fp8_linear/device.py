@@ -247,10 +247,16 @@ def finish(plan: Plan, rows: int, height: int, out: int, form: Turned | Quantise
                 index = ptx.add(ptx.block_thread(), first)
                 row, quad = ptx.div(index, width // 4), ptx.rem(index, width // 4)
                 inside = arith.cmpi(arith.CmpIPredicate.ult, index, ptx.i32(quads))
-                row_of_x = ptx.add(ptx.mul(r, height), row)
-                exists = arith.cmpi(arith.CmpIPredicate.ult, row_of_x, ptx.i32(rows))
-                with mgpu.utils.when(arith.andi(inside, exists)):
+                if isinstance(form, Quantised):  # Whole warps work out scales, of rows that do not exist too.
+                    with mgpu.utils.when(inside):
+                        action(index, row, quad)
+                    continue
+                with mgpu.utils.when(arith.andi(inside, exists(row))):
                     action(index, row, quad)
+
+        def exists(row):
+            row_of_x = ptx.add(ptx.mul(r, height), row)
+            return arith.cmpi(arith.CmpIPredicate.ult, row_of_x, ptx.i32(rows))
 
         def of_block(row, quad):
             place = ptx.add(base, ptx.add(ptx.mul(row, 4 * stride), ptx.mul(quad, 16)))
@@ -279,12 +285,12 @@ def finish(plan: Plan, rows: int, height: int, out: int, form: Turned | Quantise
                 case Quantised():
                     m = per_row.Machine(plan.threads)
                     word, scale = per_row.quantised_four(m, values)
-                    at = ptx.global_address(y, element, 1)
-                    ptx.asm("st.global.b32 [$0], $1;", [at, word.value], constraints="l,r")
                     place = ptx.add(ptx.mul(ptx.div(column, BLOCK), rows), row_of_y)
-                    with m.when((m.lane & 7) == 0):
-                        at = ptx.global_address(beside[0], place, 4)
-                        ptx.asm("st.global.b32 [$0], $1;", [at, scale.value], constraints="l,r")
+                    places = ptx.global_address(y, element, 1), ptx.global_address(beside[0], place, 4)
+                    with mgpu.utils.when(exists(row)):
+                        ptx.asm("st.global.b32 [$0], $1;", [places[0], word.value], constraints="l,r")
+                        with m.when((m.lane & 7) == 0):
+                            ptx.asm("st.global.b32 [$0], $1;", [places[1], scale.value], constraints="l,r")
                     return
             ptx.asm(
                 "{ .reg .b32 lo, hi; cvt.rn.bf16x2.f32 lo, $2, $1; cvt.rn.bf16x2.f32 hi, $4, $3;"
