@@ -11,7 +11,7 @@ class Numerics:
 
     `REFERENCE` rounds exactly where the architecture page (section 2.4) puts a rounding. `FAST` skips the roundings
     that section 11 lists as free: index scores stay fp32 (6), the pooled latent is normalised unrounded (4), the
-    routing weight multiplies after the down projection (5).
+    routing weight multiplies after the down projection (5). Kernels do round the pooled latent.
     """
 
     dtype: type = jnp.bfloat16
