@@ -265,11 +265,14 @@ def test_window_key_without_a_ring():
         ("key", dict(implementation="pallas", projected=jnp.zeros((1, 128))), "projected is float32: must be bfloat16"),
         ("key", dict(implementation="pallas", by=Rotation(jnp.zeros((1, 3)), jnp.zeros((1, 3)))), "3 pairs"),
         ("window", dict(projected=jnp.zeros((1, 9), jnp.bfloat16)), "9 channels: must be 1280 [+] 512"),
+        ("entry", dict(by=Rotation(jnp.zeros((2, 32)), jnp.zeros((2, 32)))), "2 rotations"),
+        ("entry", dict(cache=jnp.zeros((2, 2, 68), jnp.uint8)), "records of .68,.: must be 288 bytes"),
     ],
 )
 def test_impossible_arguments_are_named(kind, change, message):
     operation, (x, *norms, by, cache, places) = whole_call(kind, 1)
     x, by = change.pop("projected", x), change.pop("by", by)
+    cache, places = change.pop("cache", cache), change.pop("places", places)
     with pytest.raises(ValueError, match=message):
         operation(x, *norms, by, cache, places, **change)
 

@@ -7,9 +7,11 @@ bfloat16 where the reference rounds. A row with NaN or infinity gives unspecifie
 Without tokens the results are empty and the cache as it was.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt8
 
 from dsv4jax.model.rope import Rotation
+from dsv4jax.quant import record_bytes_fp8, record_bytes_mxfp4, record_bytes_nvfp4
 from pallas_kernels.cache_write import kernel, reference
 from pallas_kernels.device import hopper_obstacle
 from pallas_kernels.fp8_linear.reference import QuantizedActivations
@@ -42,13 +44,14 @@ def query_and_window_key(
       The normalised low-rank query (3.1), the same in FP8, the FP8 record of each token's window key (3.2), the ring.
 
     Raises:
-      ValueError: `implementation` is unknown or cannot run; the message says why.
+      ValueError: sizes do not fit, or `implementation` is unknown or cannot run; the message says why.
     """
     widths = q_norm.shape[0], kv_norm.shape[0]
     if projected.shape[1] != sum(widths):
         raise ValueError(
             f"projected has {projected.shape[1]} channels: must be {widths[0]} + {widths[1]}, as the norms"
         )
+    _check(projected.shape[0], by, ring, places, record_bytes_fp8(widths[1]))
     arrays = dict(projected=projected, q_norm=q_norm, kv_norm=kv_norm)
     if _use_kernel(implementation, arrays, widths, kernel.GRANULE, by):
         return kernel.query_and_window_key(projected, q_norm, kv_norm, by, ring, places, eps)
@@ -75,8 +78,9 @@ def compressed_entry(
       The normalised latents, not rotated, and the pool.
 
     Raises:
-      ValueError: `implementation` is unknown or cannot run; the message says why.
+      ValueError: sizes do not fit, or `implementation` is unknown or cannot run; the message says why.
     """
+    _check(pooled.shape[0], by, pool, places, record_bytes_nvfp4(norm.shape[0]))
     if _use_kernel(implementation, dict(pooled=pooled, norm=norm), norm.shape, kernel.RECORD_CHANNELS, by):
         return kernel.compressed_entry(pooled, norm, by, pool, places, eps)
     return reference.compressed_entry(pooled, norm, by, pool, places, eps)
@@ -102,11 +106,26 @@ def index_key(
       The pool.
 
     Raises:
-      ValueError: `implementation` is unknown or cannot run; the message says why.
+      ValueError: sizes do not fit, or `implementation` is unknown or cannot run; the message says why.
     """
+    _check(projected.shape[0], by, pool, places, record_bytes_mxfp4(norm.shape[0]))
     if _use_kernel(implementation, dict(projected=projected, norm=norm), norm.shape, kernel.RECORD_CHANNELS, by):
         return kernel.index_key(projected, norm, by, pool, places, eps)
     return reference.index_key(projected, norm, by, pool, places, eps)
+
+
+def _check(tokens: int, by: Rotation, cache: Array | None, places: Array | None, record: int) -> None:
+    """Raises ValueError where rotations, places or records are not those of the tokens."""
+    if by.cos.shape[0] != tokens:
+        raise ValueError(f"by has {by.cos.shape[0]} rotations: must be one for each of {tokens} tokens")
+    if cache is None:
+        return
+    if cache.dtype != jnp.uint8 or cache.shape[2:] != (record,):
+        raise ValueError(f"the cache holds {cache.dtype} records of {cache.shape[2:]}: must be {record} bytes")
+    if places is None or places.shape != (tokens,):
+        raise ValueError(
+            f"places are {None if places is None else places.shape}: must be one for each of {tokens} tokens"
+        )
 
 
 def _use_kernel(
