@@ -31,6 +31,7 @@ def linear(
     x: Float[Array, "*rows inner"] | Activations,
     weight: Weight | nnx.Param,
     numerics: Numerics,
+    *,
     by: Rotation | None = None,
     heads: int = 1,
 ) -> Float[Array, "*rows out"]:

@@ -54,8 +54,9 @@ class Attention(nnx.Module):
         self, q_latent: Float[Array, "tokens q_lora"] | Activations, by: Rotation, numerics: Numerics
     ) -> Float[Array, "tokens heads dim"]:
         """The rotated heads."""
-        heads = self.cfg.num_attention_heads
-        return linear(q_latent, self.wq_b, numerics, by, heads).reshape(-1, heads, self.cfg.head_dim)
+        dim = self.cfg.head_dim
+        heads = self.wq_b.get_value().weight.shape[0] // dim
+        return linear(q_latent, self.wq_b, numerics, by=by, heads=heads).reshape(-1, heads, dim)
 
     def window_key(self, x: Activations, by: Rotation, numerics: Numerics) -> Float[Array, "tokens dim"]:
         """Key and value of each token, before quantisation (3.2)."""

@@ -60,7 +60,7 @@ class Indexer(nnx.Module):
     ) -> Float[Array, "tokens heads index"]:
         """Index queries before quantisation."""
         heads, dim = self.cfg.index_n_heads, self.cfg.index_head_dim
-        return linear(q_latent, self.wq_b, numerics, by, heads).reshape(-1, heads, dim)
+        return linear(q_latent, self.wq_b, numerics, by=by, heads=heads).reshape(-1, heads, dim)
 
     def head_weights(self, x: Float[Array, "tokens hidden"], numerics: Numerics) -> Float[Array, "tokens heads"]:
         """Weight of each index head, scaled by index_head_dim^-½ · index_n_heads^-½."""
