@@ -29,7 +29,8 @@ from dsv4jax.engine.jax_executor import JaxExecutor
 from dsv4jax.engine.memory_plan import memory_plan, pages_that_fit
 from dsv4jax.engine.programs import Programs, make_buckets
 from dsv4jax.engine.replay import ReplayRule
-from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv4jax.engine.scheduler import Scheduler
+from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.numerics import FAST, REFERENCE
 from dsv4jax.quant import ceil_div
 from dsv4jax.server.app import Profiler, create_app
