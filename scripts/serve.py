@@ -175,7 +175,7 @@ def _engine(model: Path, cfg: ModelConfig, tokenizer: Tokenizer, name: str) -> t
 
     tables = None if on_device else HostEngramTables(model, cfg)
     token_map = None if on_device else compressed_ids(tokenizer, cfg)
-    programs = Programs(cfg, cache_cfg, buckets, numerics, tables, token_map)
+    programs = Programs(cfg, cache_cfg, buckets, numerics, layout, tables, token_map)
     plan = memory_plan(cfg, cache_cfg, numerics, workspace=programs.workspace_bytes, **options)
     print(f"memory plan, {_SLOTS.value} slots and {pages} pages of {_PAGE_SIZE.value} tokens:\n{plan.table()}")
     plan.require()
