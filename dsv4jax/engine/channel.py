@@ -119,9 +119,13 @@ class _Connection:
         with self._lock:
             self._socket.sendall(bytes([kind]) + _LENGTH.pack(len(body)) + body)
 
-    def send_if_possible(self, content: bytes) -> None:
-        """For what must not wait: heartbeats, which are one byte and so never sent in part, and last words."""
-        if self._lock.acquire(blocking=False):  # who holds it is sending, which is a sign of life as well
+    def send_if_possible(self, content: bytes, patience: float = 0.0) -> None:
+        """For what must not wait: heartbeats, which are one byte and so never sent in part, and last words.
+
+        Args:
+          patience: seconds to wait for another thread that is sending, which is a sign of life as well.
+        """
+        if self._lock.acquire(timeout=patience):
             with contextlib.suppress(OSError):
                 self._impatient.send(content)
             self._lock.release()
@@ -182,21 +186,26 @@ class _Channel:
             if first:
                 self.failure = ChannelFailure(f"process {self.config.process}: {reason}")
                 self._ended.set()
-                self._news.notify_all()
         if first:
             _log.error("%s", self.failure)
-            self._close_connections(str(self.failure))
-            self._on_failure(self.failure)
-        return self.failure or ChannelFailure(f"process {self.config.process}: the channel is closed")
+            self._say_end(str(self.failure))
+            self._on_failure(self.failure)  # before it wakes anybody: it may well end the process
+            self._close_connections()
+        return self._ending()
 
     def close(self, reason: str | None = None) -> None:
         """Ends the connections without a failure here; with a reason the other processes fail for it."""
         self._ended.set()
-        self._close_connections(reason)
+        if reason is not None:
+            self._say_end(reason)
+        self._close_connections()
+
+    def _ending(self) -> ChannelFailure:
+        return self.failure or ChannelFailure(f"process {self.config.process}: the channel is closed")
 
     def _send(self, connection: _Connection, kind: Kind, body: bytes = b"") -> None:
-        if self.failure is not None:
-            raise self.failure
+        if self._ended.is_set():
+            raise self._ending()
         try:
             connection.send(kind, body)
         except OSError as error:
@@ -244,12 +253,16 @@ class _Channel:
     def _check(self) -> None:
         """Called with every heartbeat."""
 
-    def _close_connections(self, reason: str | None = None) -> None:
+    def _say_end(self, reason: str) -> None:
+        body = reason.encode()
         for connection in list(self._connections.values()):
-            if reason is not None:
-                body = reason.encode()
-                connection.send_if_possible(bytes([Kind.END]) + _LENGTH.pack(len(body)) + body)
+            connection.send_if_possible(bytes([Kind.END]) + _LENGTH.pack(len(body)) + body, patience=0.5)
+
+    def _close_connections(self) -> None:
+        for connection in list(self._connections.values()):
             connection.close()
+        with self._news:
+            self._news.notify_all()
 
 
 class LeaderChannel(_Channel):
@@ -291,17 +304,17 @@ class LeaderChannel(_Channel):
             self._acknowledged[Kind.RESET_DONE].clear()
             self._resetting = True
         elif self._step_failed:
-            self._fail_alone()
+            raise self._fail_alone()
         for connection in self._connections.values():
             self._send(connection, kind, body)
 
     def wait_for_all(self, kind: Kind) -> None:
         """Until every process has said READY or RESET_DONE; raises ChannelFailure."""
         with self._news:
-            while self.failure is None and len(self._acknowledged[kind]) < self.config.processes - 1:
+            while not self._ended.is_set() and len(self._acknowledged[kind]) < self.config.processes - 1:
                 self._news.wait()
-        if self.failure is not None:
-            raise self.failure
+        if self._ended.is_set():
+            raise self._ending()
         if kind is Kind.RESET_DONE:
             self._resetting = False
 
@@ -367,9 +380,9 @@ class LeaderChannel(_Channel):
         if oldest is not None and not self._resetting and time.monotonic() > oldest + self.config.silence_seconds:
             self._fail_alone()
 
-    def _fail_alone(self) -> None:
+    def _fail_alone(self) -> ChannelFailure:
         process, (why, _) = next(iter(self._step_failed.items()))
-        raise self.fail(f"a step failed on process {process} and not here: {why}")
+        return self.fail(f"a step failed on process {process} and not here: {why}")
 
 
 class FollowerChannel(_Channel):
@@ -393,10 +406,10 @@ class FollowerChannel(_Channel):
     def receive(self) -> tuple[Kind, bytes]:
         """The next command of process 0: DISPATCH, WAIT, RESET or SHUTDOWN with its body; raises ChannelFailure."""
         with self._news:
-            while self.failure is None and not self._commands:
+            while not self._ended.is_set() and not self._commands:
                 self._news.wait()
-        if self.failure is not None:
-            raise self.failure
+        if self.failure is not None or not self._commands:
+            raise self._ending()
         return self._commands.popleft()
 
     def send(self, kind: Kind, body: bytes = b"") -> None:
