@@ -66,6 +66,25 @@ def test_a_long_prompt_travels_once():
     assert max(sizes[1:]) < pages.nbytes + 1000
 
 
+def test_only_changes_of_page_tables_travel():
+    rng = np.random.default_rng(0)
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    tables = rng.integers(0, 5000, (64, 3000)).astype(np.int32)
+    sizes = []
+    for step in range(40):
+        slots = np.sort(rng.choice(64, 50, replace=False)).astype(np.int32)
+        tables[rng.integers(64), rng.integers(3000)] = rng.integers(5000)
+        width = 1000 + 50 * step  # wider and, at the end, narrower
+        table = tables[slots, : width if step < 35 else 10]
+        content = encoder.encode(StepPlan(step, (NOTHING, RankPlan((), (), (), Decodes(slots, slots, slots, table)))))
+        sizes.append(len(content))
+        back = decoder.decode(content).ranks[1].decodes
+        np.testing.assert_array_equal(back.page_table, table)
+        np.testing.assert_array_equal(back.slots, slots)
+    assert sizes[0] > 50 * 1000 * 4
+    assert max(sizes[35:]) < 2000
+
+
 def test_a_prefill_of_other_tokens_than_its_slot_was_started_with_is_refused():
     tokens = np.arange(5, dtype=np.int32)
     chunk = Prefill(2, tokens, 0, 5, np.zeros(1, np.int32), 0, 0)

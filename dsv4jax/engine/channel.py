@@ -107,9 +107,10 @@ class _Connection:
 
     def __init__(self, connection: socket.socket, process: int, silence_seconds: float):
         self.process = process
-        self._socket, self._lock = connection, threading.Lock()
         connection.settimeout(silence_seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._lock = connection, threading.Lock()
+        self._incoming = connection.makefile("rb")
         # Shares the connection but not the time limit.
         self._impatient = connection.dup()
         self._impatient.settimeout(0)
@@ -137,7 +138,7 @@ class _Connection:
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         if length > _MAX_BODY:
             raise OSError(f"a frame of {length} bytes")
-        return kind, bytes(self._read(length))
+        return kind, self._read(length)
 
     def close(self) -> None:
         """Ends it for both ends and every thread."""
@@ -146,14 +147,10 @@ class _Connection:
         self._impatient.close()
         self._socket.close()
 
-    def _read(self, size: int) -> bytearray:
-        content = bytearray(size)
-        rest = memoryview(content)
-        while rest:
-            count = self._socket.recv_into(rest)
-            if not count:
-                raise EOFError
-            rest = rest[count:]
+    def _read(self, size: int) -> bytes:
+        content = self._incoming.read(size)
+        if len(content) < size:
+            raise EOFError
         return content
 
 

@@ -5,11 +5,13 @@ Both forms hold a prompt once, where its slot is started; prefills refer to it b
 
 import dataclasses
 import json
+import math
 import struct
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int32
 
 from dsv4jax.engine.plan import Decodes, Prefill, RankPlan, SlotMask, SlotStart, StepPlan
 from dsv4jax.sampling_settings import RequestSampling
@@ -96,11 +98,12 @@ class PlanEncoder:
     """Writes the plans of one engine as bytes, in the order of its steps.
 
     A plan is the length of a JSON header (u64), the header, and the arrays' bytes, to which the header refers as
-    [place, type, *shape]. Everything is little-endian.
+    [place, type, *shape]. Everything is little-endian. Of page tables only what has changed is there.
     """
 
     def __init__(self):
         self._prompts: Prompts = {}
+        self._tables: dict[int, _PageTables] = {}
 
     def encode(self, plan: StepPlan) -> bytes:
         """The plan's bytes.
@@ -120,6 +123,7 @@ class PlanEncoder:
             place += values.nbytes
             return [place - values.nbytes, kind, *values.shape]
 
+        plan = _with_page_tables(plan, self._tables, _PageTables.changes)
         header = json.dumps(plan_to_json(plan, array), separators=(",", ":")).encode()
         header += b" " * (-len(header) % _ALIGNMENT)
         return b"".join([_HEADER_LENGTH.pack(len(header)), header, *arrays])
@@ -130,9 +134,10 @@ class PlanDecoder:
 
     def __init__(self):
         self._prompts: Prompts = {}
+        self._tables: dict[int, _PageTables] = {}
 
     def decode(self, content: bytes) -> StepPlan:
-        """The plan; its arrays are read-only views of `content`.
+        """The plan; its arrays may be read-only views of `content`.
 
         Raises:
           ValueError, KeyError: not the bytes of a plan, or an earlier plan is missing.
@@ -142,10 +147,55 @@ class PlanDecoder:
 
         def array(reference: list[Any]) -> np.ndarray:
             place, kind, *shape = reference
-            count = int(np.prod(shape))
-            return np.frombuffer(content, kind, count, first + place).reshape(shape)
+            return np.frombuffer(content, kind, math.prod(shape), first + place).reshape(shape)
 
-        return plan_from_json(json.loads(content[_HEADER_LENGTH.size : first]), self._prompts, array)
+        plan = plan_from_json(json.loads(content[_HEADER_LENGTH.size : first]), self._prompts, array)
+        return _with_page_tables(plan, self._tables, _PageTables.take)
+
+
+class _PageTables:
+    """The page tables of one rank's slots as both ends know them."""
+
+    def __init__(self):
+        self._known = np.zeros((0, 0), np.int32)
+
+    def changes(
+        self, slots: Int32[np.ndarray, " requests"], table: Int32[np.ndarray, "requests pages"]
+    ) -> Int32[np.ndarray, "3 changes"]:
+        """Columns of (request, page's place, page), behind a first one that begins with the width of the table."""
+        width = table.shape[1]
+        self._reach(slots, width)
+        rows, places = np.nonzero(self._known[slots, :width] != table)
+        self._known[slots[rows], places] = table[rows, places]
+        return np.concatenate([[[width], [0], [0]], [rows, places, table[rows, places]]], axis=1, dtype=np.int32)
+
+    def take(
+        self, slots: Int32[np.ndarray, " requests"], changes: Int32[np.ndarray, "3 changes"]
+    ) -> Int32[np.ndarray, "requests pages"]:
+        """The table with the changes made."""
+        width = int(changes[0, 0])
+        self._reach(slots, width)
+        rows, places, pages = changes[:, 1:]
+        self._known[slots[rows], places] = pages
+        return self._known[slots, :width]
+
+    def _reach(self, slots: Int32[np.ndarray, " requests"], width: int) -> None:
+        have = self._known.shape
+        missing = max(0, int(slots.max(initial=-1)) + 1 - have[0]), max(0, width - have[1])
+        if any(missing):
+            self._known = np.pad(self._known, [(0, missing[0]), (0, missing[1])])
+
+
+def _with_page_tables(
+    plan: StepPlan, tables: dict[int, _PageTables], change: Callable[[_PageTables, np.ndarray, np.ndarray], np.ndarray]
+) -> StepPlan:
+    """The plan with each rank's page table replaced by `change` of it."""
+    ranks = list(plan.ranks)
+    for number, rank in enumerate(ranks):
+        if (decodes := rank.decodes) is not None:
+            table = change(tables.setdefault(number, _PageTables()), decodes.slots, decodes.page_table)
+            ranks[number] = dataclasses.replace(rank, decodes=dataclasses.replace(decodes, page_table=table))
+    return dataclasses.replace(plan, ranks=tuple(ranks))
 
 
 def _array_to_json(values: np.ndarray) -> Any:
