@@ -29,7 +29,8 @@ from dsv4jax.engine.plan import StepPlan
 from dsv4jax.engine.records import RequestRecord, StepRecord
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest
-from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv4jax.engine.scheduler import Scheduler
+from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.simulated import LinearCost, SimulatedExecutor, constant_tokens, run_traffic
 
 _REQUESTS = flags.DEFINE_multi_integer("requests", [1, 64, 256, 1024], "Running requests of the host cost table.")

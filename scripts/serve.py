@@ -29,7 +29,8 @@ from dsv4jax.engine.jax_executor import JaxExecutor
 from dsv4jax.engine.memory_plan import memory_plan, pages_that_fit
 from dsv4jax.engine.programs import Programs, make_buckets
 from dsv4jax.engine.replay import ReplayRule
-from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv4jax.engine.scheduler import Scheduler
+from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.numerics import FAST, REFERENCE
 from dsv4jax.quant import ceil_div
 from dsv4jax.server.app import Profiler, create_app
@@ -174,7 +175,7 @@ def _engine(model: Path, cfg: ModelConfig, tokenizer: Tokenizer, name: str) -> t
 
     tables = None if on_device else HostEngramTables(model, cfg)
     token_map = None if on_device else compressed_ids(tokenizer, cfg)
-    programs = Programs(cfg, cache_cfg, buckets, numerics, tables, token_map)
+    programs = Programs(cfg, cache_cfg, buckets, numerics, layout, tables, token_map)
     plan = memory_plan(cfg, cache_cfg, numerics, workspace=programs.workspace_bytes, **options)
     print(f"memory plan, {_SLOTS.value} slots and {pages} pages of {_PAGE_SIZE.value} tokens:\n{plan.table()}")
     plan.require()

@@ -18,7 +18,8 @@ from dsv4jax.engine.programs import Programs, make_buckets
 from dsv4jax.engine.recording import RecordingExecutor, schedule_difference
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest
-from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv4jax.engine.scheduler import Scheduler
+from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.simulated import LinearCost, SimulatedExecutor
 from dsv4jax.sampling_settings import RequestSampling
 

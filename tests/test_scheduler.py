@@ -17,7 +17,8 @@ from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.plan import RankResult, Sampled, StepResult
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, QueueFull, RequestTooLarge, TooManyChoices
-from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv4jax.engine.scheduler import Scheduler
+from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.token_mask import MaskError
 from dsv4jax.sampling_settings import RequestSampling
 
@@ -113,14 +114,16 @@ EVENTS = st.one_of(
     st.tuples(st.just("fail"), st.integers(1, 2)),
     st.tuples(st.just("forget")),
 )
-CONFIGS = st.sampled_from(
+CONFIGS = st.integers(2, 8).map(
+    lambda ranks: dataclasses.replace(SMALL, ranks=ranks, slots=2, pages=16)
+) | st.sampled_from(
     [
         SMALL,
         EXACT,
         dataclasses.replace(EXACT, deterministic=True),
         dataclasses.replace(SMALL, prefix_cache=False),
         dataclasses.replace(SMALL, tokens_on_host=True),
-        dataclasses.replace(SMALL, ranks=3, slots=2, pages=16),
+        dataclasses.replace(SMALL, ranks=3, slots=2, pages=16, prefill_context=20),
         dataclasses.replace(SMALL, decode_every=3),
         dataclasses.replace(SMALL, prefill_every=4, max_overtakes=1),
     ]

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as ClientHistogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from dsv4jax.engine.records import RequestRecord
+from dsv4jax.engine.records import RankStats, RequestRecord
 from dsv4jax.server.metrics import INTER_TOKEN, RECENT_STEPS, Histogram, PrometheusObserver, token_buckets
 from dsv4jax.server.run import BackgroundServer
 
@@ -116,6 +116,17 @@ def test_statistics_are_read_at_the_scrape():
     parts = ("device", "schedule", "update", "gap")
     assert [sample(text, "dsv4jax:step_seconds_total", part=p) for p in parts] == [1.5, 0.25, 0.125, 0.5]
     assert [sample(text, "dsv4jax:pages", state=s) for s in ("used", "cached", "free")] == [250, 100, 650]
+
+
+def test_each_rank_has_metrics_of_its_own():
+    ranks = RankStats(3, 99.5, 40, 10, 700, 300), RankStats(0, 0.0, 0, 50, 0, 0)
+    text = scrape(make_observer(), ranks=ranks)
+    for name, field in {
+        "running": "running", "load": "load", "used_pages": "used_pages", "cached_pages": "cached_pages",
+        "prefix_queries_total": "prefix_queries", "prefix_hits_total": "prefix_hits",
+    }.items():  # fmt: skip
+        for i, rank in enumerate(ranks):
+            assert sample(text, f"dsv4jax:rank_{name}", rank=str(i)) == getattr(rank, field)
 
 
 def test_an_ended_request_is_counted_with_its_times():

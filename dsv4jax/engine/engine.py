@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from dsv4jax.engine.plan import Executor, StepPlan
-from dsv4jax.engine.records import EngineStats, Observer, RequestRecord, StepRecord
+from dsv4jax.engine.records import EngineStats, Observer, RankStats, RequestRecord, StepRecord
 from dsv4jax.engine.request import FinishReason, GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.sequence import Sequence
@@ -89,16 +89,27 @@ class Engine:
 
     def stats(self, compilations: int = 0) -> EngineStats:
         """The engine now."""
-        scheduler, ranks = self.scheduler, self.scheduler.ranks
+        scheduler = self.scheduler
+        ranks = tuple(
+            RankStats(
+                running=rank.num_running,
+                load=rank.load,
+                used_pages=rank.pool.num_pages - rank.pool.available,
+                cached_pages=rank.pool.kept,
+                prefix_queries=rank.prefix_queries,
+                prefix_hits=rank.prefix_hits,
+            )
+            for rank in scheduler.ranks
+        )
         device, schedule, update, gap = self._totals.tolist()
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.waiting_tokens,
             slots=scheduler.cfg.slots * len(ranks),
-            pages=sum(rank.pool.num_pages for rank in ranks),
-            used_pages=sum(rank.pool.num_pages - rank.pool.available for rank in ranks),
-            cached_pages=sum(rank.pool.kept for rank in ranks),
+            pages=scheduler.cfg.pages * len(ranks),
+            used_pages=sum(rank.used_pages for rank in ranks),
+            cached_pages=sum(rank.cached_pages for rank in ranks),
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             cached_tokens=self._tokens[0],
@@ -111,6 +122,7 @@ class Engine:
             update_seconds=update,
             gap_seconds=gap,
             compilations=compilations,
+            ranks=ranks,
         )
 
     def _step(self) -> list[Sequence]:

@@ -2,13 +2,24 @@
 
 import collections
 import dataclasses
+import itertools
 import time
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from dsv4jax.batch import DecodeTokens, PrefillBucket, PrefillChunk, decode_batch, prefill_batch
+from dsv4jax.batch import (
+    DecodeBucket,
+    DecodeTokens,
+    PrefillBucket,
+    PrefillChunk,
+    StepBatch,
+    concatenate_batches,
+    decode_batch,
+    prefill_batch,
+)
 from dsv4jax.cache import init_cache
 from dsv4jax.engine.plan import (
     Decodes,
@@ -29,14 +40,29 @@ from dsv4jax.sampling_settings import RequestSampling
 from dsv4jax.steps import StepOutput
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_GREEDY = RequestSampling(temperature=0.0, seed=0)
+
+
+@dataclasses.dataclass(eq=False)
+class _Results:
+    """What a program returned, over all ranks."""
+
+    output: StepOutput
+    ranks: int
+    offsets: list[np.ndarray]  # per rank, of its prefill chunks in its batch
+
+    def of_rank(self, name: str, rank: int) -> np.ndarray:
+        """The rank's rows of an array of `StepOutput`, on the host."""
+        array = np.asarray(getattr(self.output, name))
+        rows = len(array) // self.ranks
+        return array[rank * rows : (rank + 1) * rows]
 
 
 @dataclasses.dataclass(eq=False)
 class _Dispatched:
     plan: StepPlan
-    prefill: StepOutput | None
-    decode: StepOutput | None
-    offsets: np.ndarray  # of the prefill chunks in their batch
+    prefill: _Results | None
+    decode: _Results | None
     at: float
 
 
@@ -56,9 +82,13 @@ class CompileCounter:
 
 
 class JaxExecutor:
-    """Runs plans of one rank on the default device.
+    """Runs plans of all ranks of a layout: one program for the prefills of a step and one for its decodes.
+
+    A program runs on all ranks in the smallest bucket that holds each rank's part; a rank that has none takes part with
+    a batch of nothing, which writes nothing.
 
     Args:
+      params: on the devices of `programs.layout`.
       usable_ids: token ids from here on are never chosen (a vocabulary padded beyond the tokenizer).
       strict: a step during which anything was compiled fails; for tests of the promise that nothing is.
     """
@@ -68,6 +98,7 @@ class JaxExecutor:
         self._usable_ids = programs.cfg.vocab_size if usable_ids is None else usable_ids
         self._strict = strict
         self._tokens_on_host = programs.tables is not None
+        self._ranks = programs.layout.ranks
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self.compilations = CompileCounter()
         self.reset()
@@ -86,9 +117,10 @@ class JaxExecutor:
         programs = self._programs
         slots = programs.cache_cfg.slots
         self._cache = None  # freed before the new one is made
-        self._cache = init_cache(programs.cfg, programs.cache_cfg, programs.numerics)
-        self._sampling = [RequestSampling(temperature=0.0, seed=0)] * slots
-        self._history = [()] * slots  # newest token ids that were run, newest first; for Engram tables on the host
+        self._cache = init_cache(programs.cfg, programs.cache_cfg, programs.numerics, programs.layout)
+        self._sampling = [[_GREEDY] * slots for _ in range(self._ranks)]
+        # Newest token ids that were run, newest first; for Engram tables on the host.
+        self._history: list[list[tuple[int, ...]]] = [[()] * slots for _ in range(self._ranks)]
         self._free_since = time.monotonic()
 
     def warm_up(self, progress: bool = True) -> None:
@@ -99,126 +131,168 @@ class JaxExecutor:
         programs = self._programs
         buckets = [*programs.buckets.prefill, *programs.buckets.decode]
         for bucket in tqdm(buckets, desc="warming up", unit="program", disable=not progress):
-            build = prefill_batch if isinstance(bucket, PrefillBucket) else decode_batch
-            batch = programs.with_rows(build(programs.cfg, programs.cache_cfg, [], bucket))
-            self._cache, output = programs.step(bucket)(self._params, self._cache, batch)
+            output = self._run(bucket, [programs.nothing(bucket)] * self._ranks)
             jax.block_until_ready(output.tokens)
-        self._start(SlotStart(0, np.zeros(1, np.int32), 0, RequestSampling(temperature=0.0, seed=0), {}))
+        self._start([SlotStart(0, np.zeros(1, np.int32), 0, _GREEDY, {})] * self._ranks)
         for rows in programs.buckets.masks:
-            self._set_masks((SlotMask(0, None),) * rows)
+            self._set_masks([(SlotMask(0, None),) * rows] * self._ranks)
         self.compilations.count = 0
         self._free_since = time.monotonic()
 
     def dispatch(self, plan: StepPlan) -> None:
-        """Starts a step. The one rank's arrays go to the device as they are, results start their way back."""
+        """Starts a step; results start their way back.
+
+        Raises:
+          ValueError: the plan is for another number of ranks.
+          RuntimeError: something was compiled in strict mode.
+        """
+        if len(plan.ranks) != self._ranks:
+            raise ValueError(f"a plan for {len(plan.ranks)} ranks: the programs are for {self._ranks}")
         compiled = self.compilations.count
         at = time.monotonic()
-        (rank,) = plan.ranks
-        for start in rank.starts:
-            self._start(start)
-        if rank.masks:
-            self._set_masks(rank.masks)
-        prefill, offsets = self._prefill(rank.prefills) if rank.prefills else (None, np.zeros(0, np.int32))
-        decode = self._decode(rank.decodes) if rank.decodes is not None else None
-        self._queue.append(_Dispatched(plan, prefill, decode, offsets, at))
+        for starts in itertools.zip_longest(*(rank.starts for rank in plan.ranks)):
+            self._start(starts)
+        if any(rank.masks for rank in plan.ranks):
+            self._set_masks([rank.masks for rank in plan.ranks])
+        prefill = self._prefill([rank.prefills for rank in plan.ranks])
+        decode = self._decode([rank.decodes for rank in plan.ranks])
+        self._queue.append(_Dispatched(plan, prefill, decode, at))
         if self._strict and self.compilations.count > compiled:
             raise RuntimeError(f"step {plan.number} compiled {self.compilations.count - compiled} programs")
 
     def wait(self) -> StepResult:
         """The oldest step's result; blocks until the device is done with it."""
         step = self._queue.popleft()
-        (rank,) = step.plan.ranks
-        prefills = decodes = None
-        logprobs = ()
-        if step.prefill is not None:
-            wanted = [self._sampling[p.slot].top_logprobs for p in rank.prefills]
-            prefills = _sampled(step.prefill, len(rank.prefills), max(wanted))
-            if rank.prefills[0].prompt_logprobs >= 0:
-                logprobs = _prompt_logprobs(step.prefill, rank.prefills, step.offsets)
-            else:
-                logprobs = (None,) * len(rank.prefills)
-        if step.decode is not None:
-            wanted = [self._sampling[slot].top_logprobs for slot in rank.decodes.slots.tolist()]
-            decodes = _sampled(step.decode, len(rank.decodes.slots), max(wanted))
+        results = tuple(self._result(step, rank) for rank in range(self._ranks))
         end = time.monotonic()
         gap = max(0.0, step.at - self._free_since)
         seconds = end - max(step.at, self._free_since)
         self._free_since = end
-        return StepResult(step.plan.number, (RankResult(prefills, decodes, logprobs),), seconds, gap)
+        return StepResult(step.plan.number, results, seconds, gap)
 
-    def _start(self, start: SlotStart) -> None:
+    def _result(self, step: _Dispatched, rank: int) -> RankResult:
+        plan, sampling = step.plan.ranks[rank], self._sampling[rank]
+        prefills = decodes = None
+        logprobs: tuple[PromptLogprobs | None, ...] = ()
+        if plan.prefills:
+            prefills = _sampled(step.prefill, rank, [sampling[p.slot] for p in plan.prefills])
+            if plan.prefills[0].prompt_logprobs >= 0:
+                logprobs = _prompt_logprobs(step.prefill, rank, plan.prefills)
+            else:
+                logprobs = (None,) * len(plan.prefills)
+        if plan.decodes is not None:
+            decodes = _sampled(step.decode, rank, [sampling[slot] for slot in plan.decodes.slots.tolist()])
+        return RankResult(prefills, decodes, logprobs)
+
+    def _start(self, starts: Sequence[SlotStart | None]) -> None:
+        """Starts at most one request on each rank."""
         programs = self._programs
+        rows = programs.start_rows([self._start_row(start) for start in starts])
+        self._cache = programs.start_request(self._cache, *programs.layout.put(rows))
+        for rank, start in enumerate(starts):
+            if start is not None:
+                sampling = start.sampling
+                if sampling.seed is None:
+                    sampling = dataclasses.replace(sampling, seed=int(np.random.default_rng().integers(2**62)))
+                self._sampling[rank][start.slot] = sampling
+
+    def _start_row(self, start: SlotStart | None) -> tuple[np.ndarray, ...]:
+        programs = self._programs
+        if start is None:
+            start = SlotStart(programs.cache_cfg.slots, np.zeros(0, np.int32), 0, _GREEDY, {})
         length = len(start.tokens)
         prompt, outputs = np.split(start.tokens, [length - start.generated])
         mask, counts, bias = request_rows(prompt, outputs, start.logit_bias, programs.cfg.vocab_size)
         bias[self._usable_ids :] = -np.inf
-        self._cache = programs.start_request(self._cache, np.int32(start.slot), mask, counts, bias, np.int32(length))
-        sampling = start.sampling
-        if sampling.seed is None:
-            sampling = dataclasses.replace(sampling, seed=int(np.random.default_rng().integers(2**62)))
-        self._sampling[start.slot] = sampling
+        return np.int32(start.slot), mask, counts, bias, np.int32(length)
 
-    def _set_masks(self, masks: tuple[SlotMask, ...]) -> None:
+    def _set_masks(self, masks: Sequence[tuple[SlotMask, ...]]) -> None:
         programs = self._programs
         words = ceil_div(programs.cfg.vocab_size, 32)
-        rows = min(n for n in programs.buckets.masks if n >= len(masks))
-        slots = np.full(rows, programs.cache_cfg.slots, np.int32)
-        values = np.full((rows, words), 0xFFFFFFFF, np.uint32)
-        for row, mask in enumerate(masks):
-            slots[row] = mask.slot
-            if mask.mask is not None:
-                values[row] = mask.mask
-        self._cache = programs.set_allowed_tokens(rows)(self._cache, slots, values)
+        most = max(map(len, masks))
+        rows = min(n for n in programs.buckets.masks if n >= most)
+        slots = np.full((self._ranks, rows), programs.cache_cfg.slots, np.int32)
+        values = np.full((self._ranks, rows, words), 0xFFFFFFFF, np.uint32)
+        for rank, given in enumerate(masks):
+            for row, mask in enumerate(given):
+                slots[rank, row] = mask.slot
+                if mask.mask is not None:
+                    values[rank, row] = mask.mask
+        arguments = programs.layout.put((slots.reshape(-1), values.reshape(-1, words)))
+        self._cache = programs.set_allowed_tokens(rows)(self._cache, *arguments)
 
-    def _prefill(self, chunks: tuple[Prefill, ...]) -> tuple[StepOutput, np.ndarray]:
-        programs = self._programs
-        buckets = programs.buckets
-        tile = buckets.prefill[0].tile
-        size = programs.cache_cfg.page_size
-        bucket = buckets.for_prefill(
-            sum(ceil_div(c.end - c.start, tile) * tile for c in chunks),
-            len(chunks),
+    def _prefill(self, ranks: Sequence[tuple[Prefill, ...]]) -> _Results | None:
+        programs, chunks = self._programs, [chunk for rank in ranks for chunk in rank]
+        if not chunks:
+            return None
+        tile, size = programs.buckets.prefill[0].tile, programs.cache_cfg.page_size
+        bucket = programs.buckets.for_prefill(
+            max(sum(ceil_div(c.end - c.start, tile) * tile for c in rank) for rank in ranks),
+            max(map(len, ranks)),
             max(ceil_div(c.end, size) for c in chunks),
             chunks[0].prompt_logprobs >= 0,
         )
+        batches = [self._prefill_batch(i, rank, bucket) for i, rank in enumerate(ranks)]
+        output = self._run(bucket, batches)
+        if self._tokens_on_host:
+            for i, rank in enumerate(ranks):
+                for c in rank:
+                    self._history[i][c.slot] = tuple(c.tokens[max(0, c.end - self._lookback) : c.end].tolist()[::-1])
+        return _Results(output, self._ranks, [batch.offsets for batch in batches])
+
+    def _prefill_batch(self, rank: int, chunks: tuple[Prefill, ...], bucket: PrefillBucket) -> StepBatch:
+        programs = self._programs
+        if not chunks:
+            return programs.nothing(bucket)
         rows = [
             PrefillChunk(
-                c.tokens,
-                c.start,
-                c.end,
-                c.slot,
-                c.pages,
+                prompt=c.tokens,
+                start=c.start,
+                end=c.end,
+                slot=c.slot,
+                pages=c.pages,
                 cached=c.cached,
                 window_floor=c.window_floor,
-                sampling=self._sampling[c.slot],
+                sampling=self._sampling[rank][c.slot],
             )
             for c in chunks
         ]
-        batch = programs.with_rows(prefill_batch(programs.cfg, programs.cache_cfg, rows, bucket))
-        self._cache, output = programs.step(bucket)(self._params, self._cache, batch)
-        for c in chunks:
-            self._history[c.slot] = tuple(c.tokens[max(0, c.end - self._lookback) : c.end].tolist()[::-1])
-        _start_copies(output)
-        return output, batch.offsets
+        return programs.with_rows(prefill_batch(programs.cfg, programs.cache_cfg, rows, bucket))
 
-    def _decode(self, decodes: Decodes) -> StepOutput:
-        programs = self._programs
-        slots, starts, tokens = decodes.slots.tolist(), decodes.starts.tolist(), decodes.tokens.tolist()
-        needed = ceil_div(max(starts) + 1, programs.cache_cfg.page_size)
-        bucket = programs.buckets.for_decode(len(slots), needed)
-        history = [self._history[slot] for slot in slots] if self._tokens_on_host else [()] * len(slots)
-        rows = [
-            DecodeTokens((token,), start, slot, pages, self._sampling[slot], before)
-            for token, start, slot, pages, before in zip(
-                tokens, starts, slots, decodes.page_table, history, strict=True
-            )
-        ]
-        batch = programs.with_rows(decode_batch(programs.cfg, programs.cache_cfg, rows, bucket))
-        self._cache, output = programs.step(bucket)(self._params, self._cache, batch)
+    def _decode(self, ranks: Sequence[Decodes | None]) -> _Results | None:
+        programs, given = self._programs, [rank for rank in ranks if rank is not None]
+        if not given:
+            return None
+        bucket = programs.buckets.for_decode(
+            max(len(decodes.slots) for decodes in given),
+            ceil_div(max(int(decodes.starts.max()) for decodes in given) + 1, programs.cache_cfg.page_size),
+        )
+        output = self._run(bucket, [self._decode_batch(i, rank, bucket) for i, rank in enumerate(ranks)])
         if self._tokens_on_host:
-            for slot, token in zip(slots, tokens, strict=True):
-                self._history[slot] = (token, *self._history[slot])[: self._lookback]
-        _start_copies(output)
+            for history, decodes in zip(self._history, ranks, strict=True):
+                if decodes is not None:
+                    for slot, token in zip(decodes.slots.tolist(), decodes.tokens.tolist(), strict=True):
+                        history[slot] = (token, *history[slot])[: self._lookback]
+        return _Results(output, self._ranks, [])
+
+    def _decode_batch(self, rank: int, decodes: Decodes | None, bucket: DecodeBucket) -> StepBatch:
+        programs, sampling, history = self._programs, self._sampling[rank], self._history[rank]
+        if decodes is None:
+            return programs.nothing(bucket)
+        slots, starts, tokens = decodes.slots.tolist(), decodes.starts.tolist(), decodes.tokens.tolist()
+        rows = [
+            DecodeTokens((token,), start, slot, pages, sampling[slot], history[slot] if self._tokens_on_host else ())
+            for token, start, slot, pages in zip(tokens, starts, slots, decodes.page_table, strict=True)
+        ]
+        return programs.with_rows(decode_batch(programs.cfg, programs.cache_cfg, rows, bucket))
+
+    def _run(self, bucket: PrefillBucket | DecodeBucket, batches: list[StepBatch]) -> StepOutput:
+        """One program, with a batch for each rank."""
+        programs = self._programs
+        batch = programs.layout.put(concatenate_batches(batches)) if len(batches) > 1 else batches[0]
+        self._cache, output = programs.step(bucket)(self._params, self._cache, batch)
+        output.tokens.copy_to_host_async()
+        output.logprobs.copy_to_host_async()
         return output
 
     @property
@@ -226,26 +300,23 @@ class JaxExecutor:
         return self._programs.cfg.engram_max_ngram_size - 1
 
 
-def _start_copies(output: StepOutput) -> None:
-    output.tokens.copy_to_host_async()
-    output.logprobs.copy_to_host_async()
-
-
-def _sampled(output: StepOutput, rows: int, top: int) -> Sampled:
-    """The first token of each row, with the best ones if any request asks for them (`top` > 0)."""
-    tokens, logprobs = np.asarray(output.tokens)[:rows, 0], np.asarray(output.logprobs)[:rows, 0]
-    if top <= 0:
+def _sampled(results: _Results, rank: int, sampling: list[RequestSampling]) -> Sampled:
+    """The first token of each of the rank's rows, with the best ones if any request asks for them."""
+    rows = slice(len(sampling)), 0
+    tokens, logprobs = results.of_rank("tokens", rank)[rows], results.of_rank("logprobs", rank)[rows]
+    if max(s.top_logprobs for s in sampling) <= 0:
         return Sampled(tokens, logprobs)
-    return Sampled(tokens, logprobs, np.asarray(output.top_tokens)[:rows, 0], np.asarray(output.top_logprobs)[:rows, 0])
+    return Sampled(
+        tokens, logprobs, results.of_rank("top_tokens", rank)[rows], results.of_rank("top_logprobs", rank)[rows]
+    )
 
 
-def _prompt_logprobs(
-    output: StepOutput, chunks: tuple[Prefill, ...], offsets: np.ndarray
-) -> tuple[PromptLogprobs, ...]:
-    arrays = [np.asarray(a) for a in (output.prompt_logprobs, output.prompt_top_tokens, output.prompt_top_logprobs)]
-    results = []
-    for chunk, offset in zip(chunks, offsets.tolist()[: len(chunks)], strict=True):
+def _prompt_logprobs(results: _Results, rank: int, chunks: tuple[Prefill, ...]) -> tuple[PromptLogprobs, ...]:
+    names = ("prompt_logprobs", "prompt_top_tokens", "prompt_top_logprobs")
+    arrays = [results.of_rank(name, rank) for name in names]
+    parts = []
+    for chunk, offset in zip(chunks, results.offsets[rank].tolist()[: len(chunks)], strict=True):
         rows = slice(offset, offset + min(chunk.end, len(chunk.tokens) - 1) - chunk.start)
         logprobs, ids, values = (a[rows] for a in arrays)
-        results.append(PromptLogprobs(logprobs, ids[:, : chunk.prompt_logprobs], values[:, : chunk.prompt_logprobs]))
-    return tuple(results)
+        parts.append(PromptLogprobs(logprobs, ids[:, : chunk.prompt_logprobs], values[:, : chunk.prompt_logprobs]))
+    return tuple(parts)

@@ -16,23 +16,25 @@ from dsv4jax.batch import (
     EngramTables,
     PrefillBucket,
     StepBatch,
+    concatenate_batches,
     decode_batch,
     prefill_batch,
     with_engram_rows,
 )
 from dsv4jax.cache import Cache, CacheConfig, init_cache
+from dsv4jax.checkpoint.placement import in_memory, leaf_shardings
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
-from dsv4jax.params import Params, abstract_params
+from dsv4jax.params import Params, abstract_params, named_leaves
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling import request_rows
 from dsv4jax.steps import decode_step, prefill_step, set_allowed_tokens, start_request
-from dsv4jax.weights import ArraySpec
+from sharding import SINGLE, Layout
 
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """The shapes of an engine's steps; `masks` are row counts of `set_allowed_tokens`."""
+    """The shapes of an engine's steps, for each rank; `masks` are row counts of `set_allowed_tokens`."""
 
     prefill: tuple[PrefillBucket, ...]
     decode: tuple[DecodeBucket, ...]
@@ -103,6 +105,8 @@ def make_buckets(
 class Programs:
     """Compiles every bucket for a model, from shapes alone: weights need not be loaded.
 
+    A program runs a step of all ranks of the layout, each with a batch of the same bucket.
+
     Attributes:
       workspace_bytes: the most temporary memory any program takes on a device, besides arguments and results.
     """
@@ -113,6 +117,7 @@ class Programs:
         cache_cfg: CacheConfig,
         buckets: Buckets,
         numerics: Numerics,
+        layout: Layout = SINGLE,
         tables: EngramTables | None = None,
         token_map: np.ndarray | None = None,
         params: Params | None = None,
@@ -121,27 +126,31 @@ class Programs:
         """Compiles.
 
         Args:
+          cache_cfg, buckets: of one rank.
+          layout: devices, and how they share the work.
           tables, token_map: Engram tables on the host, and `params["engram_token_map"]` for them.
           params: parameters whose shapes to compile for; None for those of a checkpoint.
         """
         self.cfg, self.cache_cfg, self.buckets, self.numerics = cfg, cache_cfg, buckets, numerics
-        self.tables, self._token_map = tables, token_map
+        self.layout, self.tables, self._token_map = layout, tables, token_map
         if params is None:
-            params = _shapes(abstract_params(cfg, tables_on_device=tables is None))
-        cache = jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics))
-        jobs = {}
-        for bucket in buckets.prefill:
-            batch = self.with_rows(prefill_batch(cfg, cache_cfg, [], bucket))
-            jobs[bucket] = functools.partial(_compile, prefill_step, params, cache, batch, cfg=cfg, numerics=numerics)
-        for bucket in buckets.decode:
-            batch = self.with_rows(decode_batch(cfg, cache_cfg, [], bucket))
-            jobs[bucket] = functools.partial(_compile, decode_step, params, cache, batch, cfg=cfg, numerics=numerics)
-        rows = request_rows(np.zeros(1, np.int32), (), {}, cfg.vocab_size)
-        jobs["start"] = functools.partial(_compile, start_request, cache, np.int32(0), *rows, np.int32(1))
+            params = _param_shapes(abstract_params(cfg, tables_on_device=tables is None), layout)
+        cache = _shapes(jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics, layout)), layout)
+        self._nothing = {b: self.with_rows(prefill_batch(cfg, cache_cfg, [], b)) for b in buckets.prefill}
+        self._nothing |= {b: self.with_rows(decode_batch(cfg, cache_cfg, [], b)) for b in buckets.decode}
+        static = {"cfg": cfg, "numerics": numerics, "layout": layout}
+        jobs: dict[Any, Callable[[], Any]] = {}
+        for bucket, batch in self._nothing.items():
+            step = prefill_step if isinstance(bucket, PrefillBucket) else decode_step
+            batches = _shapes(concatenate_batches([batch] * layout.ranks), layout)
+            jobs[bucket] = functools.partial(_compile, step, params, cache, batches, **static)
+        row = np.int32(0), *request_rows(np.zeros(1, np.int32), (), {}, cfg.vocab_size), np.int32(1)
+        start = _shapes(self.start_rows([row] * layout.ranks), layout)
+        jobs["start"] = functools.partial(_compile, start_request, cache, *start, layout=layout)
         words = ceil_div(cfg.vocab_size, 32)
         for n in buckets.masks:
-            mask_rows = np.zeros(n, np.int32), np.zeros((n, words), np.uint32)
-            jobs[n] = functools.partial(_compile, set_allowed_tokens, cache, *mask_rows)
+            rows = np.zeros(layout.ranks * n, np.int32), np.zeros((layout.ranks * n, words), np.uint32)
+            jobs[n] = functools.partial(_compile, set_allowed_tokens, cache, *_shapes(rows, layout), layout=layout)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             futures = {key: pool.submit(job) for key, job in jobs.items()}
             waiting = tqdm(futures.items(), desc="compiling", unit="program", disable=not progress)
@@ -153,17 +162,25 @@ class Programs:
         """The program of a bucket."""
         return self._compiled[bucket]
 
+    def nothing(self, bucket: PrefillBucket | DecodeBucket) -> StepBatch:
+        """The batch of a rank without work."""
+        return self._nothing[bucket]
+
+    def start_rows(self, rows: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
+        """Arguments of `start_request` after the cache, from those of each rank."""
+        return rows[0] if self.layout.mesh is None else tuple(map(np.stack, zip(*rows, strict=True)))
+
     @property
     def start_request(self) -> Callable[..., Cache]:
-        """`steps.start_request`."""
+        """`steps.start_request`, for one request of each rank."""
         return self._compiled["start"]
 
     def set_allowed_tokens(self, rows: int) -> Callable[..., Cache]:
-        """`steps.set_allowed_tokens` for a row count of `buckets.masks`."""
+        """`steps.set_allowed_tokens` for a row count of `buckets.masks` on each rank."""
         return self._compiled[rows]
 
     def with_rows(self, batch: StepBatch) -> StepBatch:
-        """The batch with its Engram rows, if the tables are on the host."""
+        """A rank's batch with its Engram rows, if the tables are on the host."""
         return batch if self.tables is None else with_engram_rows(self.cfg, batch, self._token_map, self.tables)
 
 
@@ -171,7 +188,16 @@ def _compile(function: Any, *args: Any, **static: Any) -> Any:
     return function.lower(*args, **static).compile()
 
 
-def _shapes(specs: Params) -> Params:
-    return jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=lambda x: isinstance(x, ArraySpec)
-    )
+def _shapes(arrays: Any, layout: Layout) -> Any:
+    """Shapes of arrays that hold the parts of all ranks along axis 0."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.by_rank), arrays)
+
+
+def _param_shapes(abstract: Params, layout: Layout) -> Params:
+    padded = in_memory(abstract, layout)
+    shardings = leaf_shardings(padded, layout)
+    leaves = [
+        jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if layout.mesh is None else shardings[name])
+        for name, spec in named_leaves(padded)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)

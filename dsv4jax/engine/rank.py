@@ -6,19 +6,20 @@ costs the host a few numpy calls and little Python per request.
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int32, Int64
 
+from dsv4jax.engine.chunking import Chunks
 from dsv4jax.engine.page_pool import PagePool, PrefixHasher
 from dsv4jax.engine.plan import NEXT_TOKEN, Decodes, Prefill, RankPlan, RankResult, Sampled, SlotMask, SlotStart
 from dsv4jax.engine.request import FinishReason
+from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
 from dsv4jax.engine.token_mask import MaskError
 
-if TYPE_CHECKING:
-    from dsv4jax.engine.scheduler import SchedulerConfig
+_REQUEST_LOAD = 256  # what a running request weighs, in tokens of prefill
+_CONTEXT_LOAD = 1 / 64  # and each token in its pages
 
 Failures = list[tuple[Sequence, str]]
 _UNDEFINED = "the model's logits were undefined (NaN or infinite)"
@@ -57,11 +58,13 @@ class Update:
 class Rank:
     """One rank's slots and pages."""
 
-    def __init__(self, cfg: "SchedulerConfig", number: int):
+    def __init__(self, cfg: SchedulerConfig, number: int):
         self.number = number
         self.pool = PagePool(cfg.pages)
         self.free_slots = list(range(cfg.slots - 1, -1, -1))
         self.prefilling: list[Sequence] = []
+        self.prefix_queries = 0  # prompt tokens looked up, each choice once
+        self.prefix_hits = 0  # those of them that no step had to run
         self._cfg = cfg
         self._sequences: list[Sequence | None] = [None] * cfg.slots
         self._masked: set[int] = set()
@@ -88,9 +91,15 @@ class Rank:
         return len(self._sequences) - len(self.free_slots)
 
     @property
-    def load(self) -> int:
-        """Pages that running requests hold."""
-        return self.pool.num_pages - self.pool.available
+    def load(self) -> float:
+        """The work here, in tokens of prefill: those left to run, and a share for each running request."""
+        left = sum(s.prefill_end - s.computed for s in self.prefilling)
+        held = (self.pool.num_pages - self.pool.available) * self._cfg.page_size
+        return left + _REQUEST_LOAD * self.num_running + _CONTEXT_LOAD * held
+
+    def saved_tokens(self, matched: list[int]) -> int:
+        """How many tokens need not be run behind the pages that `match` found."""
+        return self._cfg.replay.start(len(matched) * self._cfg.page_size)
 
     def sequences(self) -> list[Sequence]:
         """The running choices."""
@@ -101,7 +110,7 @@ class Rank:
 
         It fits if a slot is free and the pages for all of its prefill, with one for each running request to grow.
         """
-        if not self.free_slots:
+        if not self.free_slots or self.num_running >= self.pool.available:
             return None
         matched = self.pool.match(sequence.page_keys) if sequence.request.prompt_logprobs < 0 else []
         needed = self._pages_for(self._prefill_end(sequence) + 1) - self.pool.count_held(matched)
@@ -119,7 +128,7 @@ class Rank:
         sequence.pages = matched + self.pool.allocate(self._pages_for(end + 1) - len(matched))
         sequence.rank, sequence.slot, sequence.tokens, sequence.prefill_end = self.number, slot, known, end
         sequence.cached = len(matched) * self._cfg.page_size
-        sequence.window_floor = self._cfg.replay.start(sequence.cached) if matched else 0
+        sequence.window_floor = self.saved_tokens(matched)
         sequence.computed = sequence.window_floor
         sequence.published = len(matched)
         sequence.mask_sent = None
@@ -127,6 +136,8 @@ class Rank:
             sequence.prompt_logprobs.clear()
         if sequence.first_cached < 0:
             sequence.first_cached, sequence.scheduled = sequence.window_floor, now
+            self.prefix_queries += len(prompt)
+            self.prefix_hits += sequence.first_cached
         self._sequences[slot] = sequence
         self._decoding[slot] = False
         self._length[slot] = sequence.length
@@ -185,20 +196,16 @@ class Rank:
         width = int(self._page_count[slots].max())
         return Decodes(slots, starts, tokens, self._page_table[slots, :width])
 
-    def plan_prefills(self, step: int, failed: Failures) -> tuple[Prefill, ...]:
-        """Chunks of the prompts that waited longest, which share the step's tokens evenly."""
-        cfg = self._cfg
-        ready = [s for s in self.prefilling if s.mask is None or self._send_mask(s, 0, failed)]
-        ready.sort(key=lambda s: (s.last_prefill, s.request.priority, s.number))
-        # Prompt log-probabilities need a program of their own.
-        chosen = [s for s in ready if (s.request.prompt_logprobs < 0) == (ready[0].request.prompt_logprobs < 0)]
-        chosen = chosen[: cfg.prefill_requests]
-        needs = [-(-(s.prefill_end - s.computed) // cfg.tile) for s in chosen]
-        chunks = []
-        for sequence, tiles in zip(chosen, _shares(needs, cfg.prefill_tokens // cfg.tile), strict=True):
-            end = min(sequence.prefill_end, sequence.computed + tiles * cfg.tile)
+    def ready_prefills(self, failed: Failures) -> list[Sequence]:
+        """The choices whose prefill can go on."""
+        return [s for s in self.prefilling if s.mask is None or self._send_mask(s, 0, failed)]
+
+    def plan_prefills(self, chunks: Chunks, step: int) -> tuple[Prefill, ...]:
+        """What the chunks are to the executor."""
+        prefills = []
+        for sequence, end in chunks:
             sequence.last_prefill = step
-            chunks.append(
+            prefills.append(
                 Prefill(
                     slot=sequence.slot,
                     tokens=sequence.tokens,
@@ -210,7 +217,7 @@ class Rank:
                     prompt_logprobs=sequence.request.prompt_logprobs,
                 )
             )
-        return tuple(chunks)
+        return tuple(prefills)
 
     def take_plan(self, prefills: tuple[Prefill, ...], decodes: Decodes | None) -> tuple[RankPlan, RankInFlight]:
         """The rank's plan, with its state moved to after the step."""
@@ -392,14 +399,3 @@ def _row(sampled: Sampled, rows: int | np.ndarray) -> Sampled:
     top_tokens = None if sampled.top_tokens is None else sampled.top_tokens[rows]
     top_logprobs = None if sampled.top_logprobs is None else sampled.top_logprobs[rows]
     return Sampled(sampled.tokens[rows], sampled.logprobs[rows], top_tokens, top_logprobs)
-
-
-def _shares(needs: list[int], total: int) -> list[int]:
-    """Splits `total` evenly among the needs; what one does not need goes to the others."""
-    shares = [0] * len(needs)
-    left = total
-    order = sorted(range(len(needs)), key=needs.__getitem__)
-    for done, i in enumerate(order):
-        shares[i] = min(needs[i], left // (len(order) - done))
-        left -= shares[i]
-    return shares

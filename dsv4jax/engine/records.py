@@ -57,6 +57,19 @@ class RequestRecord:
 
 
 @dataclasses.dataclass(frozen=True)
+class RankStats:
+    """One data-parallel rank now, and totals of it since the engine started; fields as in `EngineStats`."""
+
+    running: int
+    load: float
+    """What the scheduler compares ranks by, in tokens of prefill."""
+    used_pages: int
+    cached_pages: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineStats:
     """The engine now, and totals since it started."""
 
@@ -83,6 +96,7 @@ class EngineStats:
     gap_seconds: float
     compilations: int
     """Programs compiled after warm-up."""
+    ranks: tuple[RankStats, ...]
 
 
 class Observer(Protocol):

@@ -223,6 +223,20 @@ class PrometheusObserver:
             "free": stats.pages - stats.used_pages - stats.cached_pages,
         }
         yield gauge("dsv4jax:pages", "Cache pages: used, free with a reusable prefix, free.", pages, "state")
+        per_rank = {
+            "running": "Requests in the batch of a data-parallel rank.",
+            "load": "What the scheduler compares ranks by, in tokens of prefill.",
+            "used_pages": "Cache pages of a rank in use.",
+            "cached_pages": "Cache pages of a rank that are free with a reusable prefix.",
+        }
+        for name, text in per_rank.items():
+            values = {str(i): getattr(rank, name) for i, rank in enumerate(stats.ranks)}
+            yield gauge(f"dsv4jax:rank_{name}", text, values, "rank")
+        for name, text in (("queries", "looked up in"), ("hits", "found in")):
+            values = {str(i): getattr(rank, f"prefix_{name}") for i, rank in enumerate(stats.ranks)}
+            yield counter(
+                f"dsv4jax:rank_prefix_{name}", f"Prompt tokens {text} the prefix cache of a rank.", values, "rank"
+            )
         yield gauge("dsv4jax:waiting_tokens", "Prompt tokens of waiting requests.", stats.waiting_tokens)
         for name, buckets, total in histograms:
             family = HistogramMetricFamily(name, f"Histogram of {name.partition(':')[2]}.", labels=list(self._labels))
