@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<Q")
 _MAX_BODY = 1 << 32
 _RETRY_SECONDS = 0.2
+_LAST_WORDS_SECONDS = 1.0
 
 
 class Kind(enum.IntEnum):
@@ -218,6 +219,7 @@ class _Channel:
             while True:
                 kind, body = connection.read()
                 if kind is Kind.END:
+                    self._left(connection.process)
                     self.fail(f"process {connection.process} has ended: {body.decode()}")
                 else:
                     self._received(connection.process, kind, body)
@@ -323,8 +325,7 @@ class LeaderChannel(_Channel):
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.send(Kind.SHUTDOWN)
-        with self._news:
-            self._news.wait_for(lambda: self._gone == self._connections.keys(), self.config.silence_seconds)
+        self._wait_until_gone(self.config.silence_seconds)
         self._close_connections()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -370,6 +371,15 @@ class LeaderChannel(_Channel):
         with self._news:
             self._gone.add(process)
             self._news.notify_all()
+
+    def _say_end(self, reason: str) -> None:
+        super()._say_end(reason)
+        # They end before this process does: JAX aborts a process whose process 0 is gone, with a code of its own.
+        self._wait_until_gone(_LAST_WORDS_SECONDS)
+
+    def _wait_until_gone(self, seconds: float) -> None:
+        with self._news:
+            self._news.wait_for(lambda: self._gone >= self._connections.keys(), seconds)
 
     def _check(self) -> None:
         # What has failed there may be about to fail here: then all are reset together.
