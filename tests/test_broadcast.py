@@ -112,6 +112,17 @@ def test_a_step_that_fails_everywhere_is_survived_together(where):
     assert [inner.resets for inner in inners] == [1, 1, 1]
 
 
+def test_no_process_ends_within_a_step():
+    inners = [RecordingExecutor(CheckingExecutor(CFG)) for _ in range(2)]
+    with group(inners) as (executor, _, _):
+        executor.dispatch(first_plan())
+        executor.reset()
+        executor.dispatch(first_plan())
+        executor.finish()
+    for inner in inners:
+        assert [e.kind for e in inner.events] == ["dispatch", "reset", "dispatch", "wait"]
+
+
 def test_a_failure_of_the_scheduler_resets_all():
     inners = [CheckingExecutor(CFG) for _ in range(2)]
     with group(inners) as (executor, _, _):

@@ -32,6 +32,7 @@ class BroadcastExecutor:
         self._inner, self._channel = inner, channel
         self._encoder = PlanEncoder()
         self._failed = False  # in the last call
+        self._in_flight = 0
 
     def wait_until_ready(self) -> None:
         """Blocks until all processes are in `follow`."""
@@ -46,11 +47,14 @@ class BroadcastExecutor:
         plan = _with_seeds(plan)
         self._channel.broadcast(Kind.DISPATCH, self._encoder.encode(plan))
         self._call(f"the start of step {plan.number}", lambda: self._inner.dispatch(plan))
+        self._in_flight += 1
 
     def wait(self) -> StepResult:
         """The oldest step's result; the others wait for the same step."""
         self._channel.broadcast(Kind.WAIT)
-        return self._call("a step", self._inner.wait)
+        result = self._call("a step", self._inner.wait)
+        self._in_flight -= 1
+        return result
 
     def reset(self) -> None:
         """Resets all executors; returns when all have done so."""
@@ -58,7 +62,12 @@ class BroadcastExecutor:
             self._channel.broadcast(Kind.RESET, bytes([self._failed]))
             self._inner.reset()
             self._channel.wait_for_all(Kind.RESET_DONE)
-        self._failed = False
+        self._failed, self._in_flight = False, 0
+
+    def finish(self) -> None:
+        """Waits for the steps in flight, so that all processes can end: none does within a collective."""
+        while self._in_flight:
+            self.wait()
 
     def _call(self, what: str, call: Callable[[], Any]) -> Any:
         try:

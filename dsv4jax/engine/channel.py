@@ -57,7 +57,7 @@ class ChannelConfig:
       processes: of the engine.
       process: number of this one.
       token: secret that all of them were given.
-      identity: name to value of everything that must be the same in all of them.
+      identity: name to value of everything else that must be the same in all of them.
       heartbeat_seconds: a sign of life is sent this often.
       silence_seconds: a process that sends none for so long, or takes nothing that is sent to it, counts as dead.
       call_seconds: a step, or whatever else is under `watch`, that takes longer counts as hanging.
@@ -91,6 +91,11 @@ class ChannelConfig:
             raise ValueError(
                 f"silence_seconds = {self.silence_seconds}: must be at least 3 heartbeats of {self.heartbeat_seconds} s"
             )
+
+    @property
+    def same(self) -> dict[str, str]:
+        """What the processes compare when they meet."""
+        return {**self.identity, "processes": str(self.processes)}
 
 
 class ChannelFailure(Exception):
@@ -342,7 +347,7 @@ class LeaderChannel(_Channel):
             except TimeoutError:
                 continue
             try:
-                process = welcome(connection, config.token, config.identity, self._refusal)
+                process = welcome(connection, config.token, config.same, self._refusal)
             except Mismatch:
                 connection.close()
                 raise
@@ -431,6 +436,26 @@ class FollowerChannel(_Channel):
             self._news.notify_all()
 
 
+@contextlib.contextmanager
+def open_channel(
+    config: ChannelConfig, on_failure: Callable[[ChannelFailure], None]
+) -> Iterator[LeaderChannel | FollowerChannel]:
+    """This process's end of the channel, once it is connected.
+
+    Where process 0 leaves the block the other processes' loops end; where any process leaves it with an error, all fail
+    with that for a reason. Raises what the two classes raise.
+    """
+    channel = (FollowerChannel if config.process else LeaderChannel)(config, on_failure)
+    try:
+        yield channel
+        if isinstance(channel, LeaderChannel):
+            channel.shutdown()
+    except BaseException as error:
+        channel.close(f"process {config.process}: {type(error).__name__}: {error}")
+        raise
+    channel.close()
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -450,7 +475,7 @@ def _connect(config: ChannelConfig) -> socket.socket:
             problem = error
         else:
             try:
-                introduce(connection, config.token, config.identity, config.process)
+                introduce(connection, config.token, config.same, config.process)
                 return connection
             except OSError as error:
                 connection.close()
