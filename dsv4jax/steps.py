@@ -48,6 +48,8 @@ _step = functools.partial(
 class StepOutput:
     """Result of a step: over several ranks, the rows of all of them in order, and `expert_load` once.
 
+    Where the ranks belong to several processes, `logits` and `selections` stay with their ranks; the rest is in all.
+
     Rows of padded requests and places past a request's tokens are token 0 and unspecified logits.
 
     `tokens` dimension: 1 after prefill (the request's last token of the step; meaningful if that ends its prompt), the
@@ -105,7 +107,7 @@ def prefill_step(
         return _prefill(params, cache, batch, cfg, numerics, collect, layout, placement)
 
     (cache, output), load = layout.map(step, (params, placement), cache, batch)
-    return cache, output.replace(expert_load=load)
+    return cache, _readable(output.replace(expert_load=load), layout)
 
 
 def _prefill(
@@ -169,7 +171,7 @@ def decode_step(
         return _decode(params, cache, batch, cfg, numerics, collect, layout, placement)
 
     (cache, output), load = layout.map(step, (params, placement), cache, batch)
-    return cache, output.replace(expert_load=load)
+    return cache, _readable(output.replace(expert_load=load), layout)
 
 
 def _decode(
@@ -193,6 +195,13 @@ def _decode(
     sampled = sample(logits, state, batch.sampling, batch.slots, tokens, positions, valid)
     state = keep_next_tokens(state, batch.slots, sampled.tokens, valid)
     return (out.cache.replace(sampling=state), _step_output(sampled, logits, out, collect)), out.expert_load
+
+
+def _readable(output: StepOutput, layout: Layout) -> StepOutput:
+    """The output with what a host reads after every step readable in every process."""
+    names = ("tokens", "logprobs", "top_tokens", "top_logprobs")
+    names += ("prompt_logprobs", "prompt_top_tokens", "prompt_top_logprobs")
+    return output.replace(**layout.to_all_processes({name: getattr(output, name) for name in names}))
 
 
 def _with_next_tokens(batch: StepBatch, cache: Cache) -> StepBatch:

@@ -1,6 +1,7 @@
 """How steps and parameters are spread over devices: presets, and the one place where a step is mapped over a mesh."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -58,9 +59,35 @@ class Layout:
     def _by_rank(self) -> PartitionSpec:
         return PartitionSpec(RANK_AXIS) if self.data_parallel else PartitionSpec()
 
+    @functools.cached_property
+    def local_ranks(self) -> range:
+        """Data-parallel ranks on devices of this process: all, if there is no other process.
+
+        Raises:
+          ValueError: none is, or other ranks lie between them.
+        """
+        if self.mesh is None or not self.data_parallel:
+            return range(1)
+        owners = [device.process_index for device in self.mesh.devices.flat]
+        here = [rank for rank, owner in enumerate(owners) if owner == jax.process_index()]
+        if not here or here != list(range(here[0], here[-1] + 1)):
+            raise ValueError(f"process {jax.process_index()} has ranks {here} of {self.ranks}: must be consecutive")
+        return range(here[0], here[-1] + 1)
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether some of the devices belong to another process of the JAX cluster."""
+        return self.mesh is not None and not self.by_rank.is_fully_addressable
+
     def put(self, tree: Any) -> Any:
-        """Arrays of all ranks along axis 0 on their devices; unchanged on one device."""
-        return tree if self.mesh is None else jax.device_put(tree, self.by_rank)
+        """Arrays of this process's ranks along axis 0 on their devices; unchanged on one device."""
+        if not self.spans_processes:
+            return tree if self.mesh is None else jax.device_put(tree, self.by_rank)
+        return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, self.by_rank), tree)
+
+    def to_all_processes(self, tree: Any) -> Any:
+        """Arrays of all ranks along axis 0 made readable in every process; to be called inside a jit."""
+        return jax.reshard(tree, NamedSharding(self.mesh, PartitionSpec())) if self.spans_processes else tree
 
     def map(self, step: Callable[..., tuple[Any, Any]], params: Any, *by_rank: Any) -> tuple[Any, Any]:
         """`step(params, *by_rank)` on every device with its own part of the arguments; to be called inside a jit.

@@ -49,7 +49,7 @@ class _Results:
 
     output: StepOutput
     ranks: int
-    offsets: list[np.ndarray]  # per rank, of its prefill chunks in its batch
+    tile: int  # chunks of prompts begin at multiples of it in their rank's batch
 
     def of_rank(self, name: str, rank: int) -> np.ndarray:
         """The rank's rows of an array of `StepOutput`, on the host."""
@@ -85,7 +85,8 @@ class JaxExecutor:
     """Runs plans of all ranks of a layout: one program for the prefills of a step and one for its decodes.
 
     A program runs on all ranks in the smallest bucket that holds each rank's part; a rank that has none takes part with
-    a batch of nothing, which writes nothing.
+    a batch of nothing, which writes nothing. Of several processes, each of which gets the same plans, every one makes
+    the batches of its own ranks, and all get the results.
 
     Args:
       params: on the devices of `programs.layout`.
@@ -98,7 +99,7 @@ class JaxExecutor:
         self._usable_ids = programs.cfg.vocab_size if usable_ids is None else usable_ids
         self._strict = strict
         self._tokens_on_host = programs.tables is not None
-        self._ranks = programs.layout.ranks
+        self._ranks, self._local_ranks = programs.layout.ranks, programs.layout.local_ranks
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self.compilations = CompileCounter()
         self.reset()
@@ -131,7 +132,7 @@ class JaxExecutor:
         programs = self._programs
         buckets = [*programs.buckets.prefill, *programs.buckets.decode]
         for bucket in tqdm(buckets, desc="warming up", unit="program", disable=not progress):
-            output = self._run(bucket, [programs.nothing(bucket)] * self._ranks)
+            output = self._run(bucket, [programs.nothing(bucket)] * len(self._local_ranks))
             jax.block_until_ready(output.tokens)
         self._start([SlotStart(0, np.zeros(1, np.int32), 0, _GREEDY, {})] * self._ranks)
         for rows in programs.buckets.masks:
@@ -187,7 +188,7 @@ class JaxExecutor:
     def _start(self, starts: Sequence[SlotStart | None]) -> None:
         """Starts at most one request on each rank."""
         programs = self._programs
-        rows = programs.start_rows([self._start_row(start) for start in starts])
+        rows = programs.start_rows([self._start_row(starts[rank]) for rank in self._local_ranks])
         self._cache = programs.start_request(self._cache, *programs.layout.put(rows))
         for rank, start in enumerate(starts):
             if start is not None:
@@ -211,13 +212,14 @@ class JaxExecutor:
         words = ceil_div(programs.cfg.vocab_size, 32)
         most = max(map(len, masks))
         rows = min(n for n in programs.buckets.masks if n >= most)
-        slots = np.full((self._ranks, rows), programs.cache_cfg.slots, np.int32)
-        values = np.full((self._ranks, rows, words), 0xFFFFFFFF, np.uint32)
-        for rank, given in enumerate(masks):
+        local = [masks[rank] for rank in self._local_ranks]
+        slots = np.full((len(local), rows), programs.cache_cfg.slots, np.int32)
+        values = np.full((len(local), rows, words), 0xFFFFFFFF, np.uint32)
+        for i, given in enumerate(local):
             for row, mask in enumerate(given):
-                slots[rank, row] = mask.slot
+                slots[i, row] = mask.slot
                 if mask.mask is not None:
-                    values[rank, row] = mask.mask
+                    values[i, row] = mask.mask
         arguments = programs.layout.put((slots.reshape(-1), values.reshape(-1, words)))
         self._cache = programs.set_allowed_tokens(rows)(self._cache, *arguments)
 
@@ -232,13 +234,12 @@ class JaxExecutor:
             max(ceil_div(c.end, size) for c in chunks),
             chunks[0].prompt_logprobs >= 0,
         )
-        batches = [self._prefill_batch(i, rank, bucket) for i, rank in enumerate(ranks)]
-        output = self._run(bucket, batches)
+        output = self._run(bucket, [self._prefill_batch(i, ranks[i], bucket) for i in self._local_ranks])
         if self._tokens_on_host:
             for i, rank in enumerate(ranks):
                 for c in rank:
                     self._history[i][c.slot] = tuple(c.tokens[max(0, c.end - self._lookback) : c.end].tolist()[::-1])
-        return _Results(output, self._ranks, [batch.offsets for batch in batches])
+        return _Results(output, self._ranks, tile)
 
     def _prefill_batch(self, rank: int, chunks: tuple[Prefill, ...], bucket: PrefillBucket) -> StepBatch:
         programs = self._programs
@@ -267,13 +268,13 @@ class JaxExecutor:
             max(len(decodes.slots) for decodes in given),
             ceil_div(max(int(decodes.starts.max()) for decodes in given) + 1, programs.cache_cfg.page_size),
         )
-        output = self._run(bucket, [self._decode_batch(i, rank, bucket) for i, rank in enumerate(ranks)])
+        output = self._run(bucket, [self._decode_batch(i, ranks[i], bucket) for i in self._local_ranks])
         if self._tokens_on_host:
             for history, decodes in zip(self._history, ranks, strict=True):
                 if decodes is not None:
                     for slot, token in zip(decodes.slots.tolist(), decodes.tokens.tolist(), strict=True):
                         history[slot] = (token, *history[slot])[: self._lookback]
-        return _Results(output, self._ranks, [])
+        return _Results(output, self._ranks, 1)
 
     def _decode_batch(self, rank: int, decodes: Decodes | None, bucket: DecodeBucket) -> StepBatch:
         programs, sampling, history = self._programs, self._sampling[rank], self._history[rank]
@@ -289,7 +290,8 @@ class JaxExecutor:
     def _run(self, bucket: PrefillBucket | DecodeBucket, batches: list[StepBatch]) -> StepOutput:
         """One program, with a batch for each rank."""
         programs = self._programs
-        batch = programs.layout.put(concatenate_batches(batches)) if len(batches) > 1 else batches[0]
+        batch = batches[0] if len(batches) == 1 else concatenate_batches(batches)
+        batch = programs.layout.put(batch)
         self._cache, output = programs.step(bucket)(self._params, self._cache, batch)
         output.tokens.copy_to_host_async()
         output.logprobs.copy_to_host_async()
@@ -314,9 +316,10 @@ def _sampled(results: _Results, rank: int, sampling: list[RequestSampling]) -> S
 def _prompt_logprobs(results: _Results, rank: int, chunks: tuple[Prefill, ...]) -> tuple[PromptLogprobs, ...]:
     names = ("prompt_logprobs", "prompt_top_tokens", "prompt_top_logprobs")
     arrays = [results.of_rank(name, rank) for name in names]
-    parts = []
-    for chunk, offset in zip(chunks, results.offsets[rank].tolist()[: len(chunks)], strict=True):
+    parts, offset = [], 0
+    for chunk in chunks:
         rows = slice(offset, offset + min(chunk.end, len(chunk.tokens) - 1) - chunk.start)
         logprobs, ids, values = (a[rows] for a in arrays)
         parts.append(PromptLogprobs(logprobs, ids[:, : chunk.prompt_logprobs], values[:, : chunk.prompt_logprobs]))
+        offset += ceil_div(chunk.end - chunk.start, results.tile) * results.tile
     return tuple(parts)
