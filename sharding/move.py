@@ -1,4 +1,4 @@
-"""Copies of experts between slots of stacks that are spread over devices."""
+"""Copies of arrays, and of experts between slots of stacks that are spread over devices."""
 
 import functools
 from typing import Any
@@ -6,14 +6,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, Shaped, UInt
 
 
+def put_like(arrays: Any, like: Array) -> Any:
+    """Arrays on the devices of `like`, whole on each."""
+    sharding = like.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.device_put(arrays, sharding)
+
+
 @jax.jit
-def copy_stacks(stacks: Any) -> Any:
-    """The same stacks in memory of their own, sharded alike."""
-    return jax.tree.map(lambda leaf: _from_bits(jnp.copy(_bits(leaf)), leaf.dtype), stacks)
+def copy_arrays(arrays: Any) -> Any:
+    """The same arrays in memory of their own, sharded alike."""
+    return jax.tree.map(lambda leaf: _from_bits(jnp.copy(_bits(leaf)), leaf.dtype), arrays)
 
 
 @functools.partial(jax.jit, donate_argnames="spare")

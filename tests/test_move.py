@@ -7,7 +7,7 @@ import pytest
 from checkpoint_files import run_python
 
 from pallas_kernels.moe_experts.pack import PackedExperts, PackedWeight
-from sharding.move import copy_slots, copy_stacks
+from sharding.move import copy_arrays, copy_slots
 
 
 def random_stacks(rng, slots):
@@ -74,7 +74,7 @@ def check(put, sources, targets):
     rng = np.random.default_rng(0)
     host = random_stacks(rng, 16)
     stacks = jax.tree.map(put, host)
-    spare = copy_stacks(stacks)
+    spare = copy_arrays(stacks)
     given = jax.tree.leaves(spare)
     spare = copy_slots(spare, stacks, np.int32(sources), np.int32(targets))
     assert all(leaf.is_deleted() for leaf in given), "the spare is donated, so that a move needs no third stack"
