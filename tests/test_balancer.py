@@ -225,6 +225,62 @@ assert balancer.metrics().balancedness["decode"].measured > 0.85
     )
 
 
+def test_tokens_are_identical_before_during_and_after():
+    """The model on four ranks, with its own loads: logits bit for bit those of a run that never moves an expert."""
+    run_python(
+        """
+import dataclasses
+import jax, numpy as np
+from golden import NOQUANT, small_model
+from parallel import Ranks
+from serving import Request
+from dsv4jax.balance.balancer import BalanceConfig, ExpertBalancer
+from dsv4jax.balance.solver import Solver
+from dsv4jax.batch import DecodeBucket, PrefillBucket
+from dsv4jax.checkpoint.random import random_params
+from sharding import decode_dep
+from sharding.placement import initial_owners
+cfg = dataclasses.replace(small_model().cfg, n_routed_experts=8, dspark_n_routed_experts=8)
+layout, layers, k = decode_dep(4), cfg.num_hidden_layers, cfg.num_experts_per_tok
+owners = initial_owners(layers, 8, 4, 3)
+loaded = random_params(cfg, 3, layout)
+placed = {i: dict(layer) for i, layer in loaded["layers"].items()}
+for i, layer in placed.items():
+    stacks = jax.tree.map(lambda a: jax.device_put(np.asarray(a)[owners[i]], a.sharding), layer["ffn"]["experts"])
+    layer["ffn"] = layer["ffn"] | {"experts": stacks}
+loaded = loaded | {"layers": placed}
+
+def run(balance):
+    balancer = ExpertBalancer(
+        BalanceConfig(window=3, interval=4, vectors=3, experts_per_step=2), Solver(4), owners, stack="layers",
+        experts=8, experts_per_token=k)
+    params, placement = loaded, balancer.placement
+    buckets = dict(prefill=PrefillBucket(tokens=8, requests=1, pages=6, tile=8), decode=DecodeBucket(1, 6))
+    ranks = Ranks(cfg, params, NOQUANT, layout, slots=1, pages=6, **buckets)
+    requests = [Request(np.array([5 + rank], np.int32), 0, list(range(6))) for rank in range(4)]
+    ranks.start(requests)
+    tokens, logits, changed = np.arange(5, 9), [], set()
+    for step in range(44):
+        if balance:
+            before = balancer.owners
+            params, placement = balancer.advance(params, placement)
+            changed |= set(np.flatnonzero((before != balancer.owners).any(1)).tolist())
+            ranks.params = params
+        parts = [[(request, step, [int(token)])] for request, token in zip(requests, tokens)]
+        output = ranks.decode(parts, placement=placement)
+        balancer.record(output.expert_load, "decode")
+        logits.append(np.asarray(output.logits))
+        tokens = logits[-1].reshape(4, -1).argmax(-1)
+    return np.stack(logits), changed
+
+still, moving = run(False), run(True)
+assert len(moving[1]) >= layers / 2, moving[1]
+assert still[0].tobytes() == moving[0].tobytes()
+""",
+        devices=4,
+    )
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
