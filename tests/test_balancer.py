@@ -199,34 +199,8 @@ def test_nothing_compiles_after_warm_up():
     assert not [event for event in events if "compile" in event]
 
 
-def test_over_eight_devices():
-    run_python(
-        """
-import numpy as np, jax
-from sharding import expert_parallel, make_mesh, sharding_for, single
-from test_balancer import CFG, busiest, check_weights, loads, make, run
-mesh = make_mesh(8)
-def put(a, rules=expert_parallel()):
-    axes = ("expert", *[None] * (a.ndim - 1))
-    return jax.device_put(a, sharding_for(axes, rules, mesh, name="stack", shape=a.shape))
-def whole(a):
-    return jax.device_put(a, jax.sharding.NamedSharding(mesh, jax.P()))
-balancer, params, placement = make(put=put)
-placement = jax.tree.map(whole, placement)
-rng = np.random.default_rng(0)
-params, placement = run(balancer, params, placement, rng, 2 * CFG.interval - 1, put=whole)
-assert max(busiest(balancer.owners, loads(rng))) < 1.15
-for leaf in jax.tree.leaves(params["layers"][1]["ffn"]["experts"]):
-    assert leaf.sharding.is_equivalent_to(put(np.zeros(leaf.shape)).sharding, leaf.ndim)
-assert placement.slots.sharding.is_fully_replicated
-assert balancer.metrics().balancedness["decode"].measured > 0.85
-""",
-        devices=8,
-    )
-
-
 def test_tokens_are_identical_before_during_and_after():
-    """The model on four ranks, with its own loads: logits bit for bit those of a run that never moves an expert."""
+    """A model on four ranks, with its own loads: logits bit for bit those of a run that never moves an expert."""
     run_python(
         """
 import dataclasses
@@ -240,7 +214,10 @@ from dsv4jax.batch import DecodeBucket, PrefillBucket
 from dsv4jax.checkpoint.random import random_params
 from sharding import decode_dep
 from sharding.placement import initial_owners
-cfg = dataclasses.replace(small_model().cfg, n_routed_experts=8, dspark_n_routed_experts=8)
+cfg = dataclasses.replace(
+    small_model().cfg, n_routed_experts=8, num_hidden_layers=4, compress_ratios=(0, 2, 1, 1, 0, 0, 0),
+    kv_source_layer_ids=(1, 2), index_source_layer_ids=(1, 2), candidate_source_layer_id=2, engram_layer_ids=(0,),
+    dspark_n_routed_experts=8, dspark_target_layer_ids=(1, 2, 3))
 layout, layers, k = decode_dep(4), cfg.num_hidden_layers, cfg.num_experts_per_tok
 owners = initial_owners(layers, 8, 4, 3)
 loaded = random_params(cfg, 3, layout)
@@ -260,7 +237,7 @@ def run(balance):
     requests = [Request(np.array([5 + rank], np.int32), 0, list(range(6))) for rank in range(4)]
     ranks.start(requests)
     tokens, logits, changed = np.arange(5, 9), [], set()
-    for step in range(44):
+    for step in range(30):
         if balance:
             before = balancer.owners
             params, placement = balancer.advance(params, placement)
@@ -271,11 +248,15 @@ def run(balance):
         balancer.record(output.expert_load, "decode")
         logits.append(np.asarray(output.logits))
         tokens = logits[-1].reshape(4, -1).argmax(-1)
-    return np.stack(logits), changed
+    for before, after in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+        assert before.sharding.is_equivalent_to(after.sharding, before.ndim), "a step would be compiled again"
+    return np.stack(logits), changed, balancer.metrics()
 
 still, moving = run(False), run(True)
-assert len(moving[1]) >= layers / 2, moving[1]
 assert still[0].tobytes() == moving[0].tobytes()
+assert len(moving[1]) >= 3, moving[1]
+found = moving[2].balancedness["decode"]
+assert found.steps > 0 and 0 < found.measured <= 1 and 0 < found.uniform <= 1
 """,
         devices=4,
     )
