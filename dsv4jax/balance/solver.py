@@ -69,9 +69,10 @@ class Solver:
             raise ValueError(f"loads {loads.shape}: must be finite, non-negative and of at least one step")
         # Exact for integer loads, whatever the order in which the products are added: every process gets the same.
         products = loads.T @ loads / len(loads)
-        best, busiest = owners.astype(np.int32), mean_busiest(loads, owners, self.ranks)
+        owners = owners.astype(np.int32)
+        best, busiest = owners, mean_busiest(loads, owners, self.ranks)
         while True:
-            found = _keep_slots(self._improved(products, best), best, self.ranks)
+            found = _keep_slots(self._improved(products, best), owners, self.ranks)
             load = mean_busiest(loads, found, self.ranks)
             if load > busiest * (1 - self.tolerance) or busiest == 0:
                 return best
@@ -154,7 +155,7 @@ class _Search:
         mean_square = by_group[groups, self.owners].sum() / len(by_group)
         while found := self._best_exchange(products, own, by_group, groups, within, 2 * tolerance**2 * mean_square):
             p, q = found
-            a, b = self.owners[p], self.owners[q]
+            a, b = int(self.owners[p]), int(self.owners[q])
             self.put(p, b)
             self.put(q, a)
             change = products[b] - products[a]
