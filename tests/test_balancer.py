@@ -200,7 +200,7 @@ def test_nothing_compiles_after_warm_up():
 
 
 def test_tokens_are_identical_before_during_and_after():
-    """A model on four ranks, with its own loads: logits bit for bit those of a run that never moves an expert."""
+    """A model on four ranks, routing forced to be skewed: logits bit for bit those of a run that moves no expert."""
     run_python(
         """
 import dataclasses
@@ -233,10 +233,11 @@ def run(balance):
         experts=8, experts_per_token=k)
     params, placement = loaded, balancer.placement
     buckets = dict(prefill=PrefillBucket(tokens=8, requests=1, pages=6, tile=8), decode=DecodeBucket(1, 6))
-    ranks = Ranks(cfg, params, NOQUANT, layout, slots=1, pages=6, **buckets)
+    numerics = dataclasses.replace(NOQUANT, routing="skewed")
+    ranks = Ranks(cfg, params, numerics, layout, slots=1, pages=6, **buckets)
     requests = [Request(np.array([5 + rank], np.int32), 0, list(range(6))) for rank in range(4)]
     ranks.start(requests)
-    tokens, logits, changed = np.arange(5, 9), [], set()
+    tokens, logits, changed, loads = np.arange(5, 9), [], set(), 0
     for step in range(30):
         if balance:
             before = balancer.owners
@@ -247,9 +248,12 @@ def run(balance):
         output = ranks.decode(parts, placement=placement)
         balancer.record(output.expert_load, "decode")
         logits.append(np.asarray(output.logits))
+        loads = loads + np.asarray(output.expert_load)
         tokens = logits[-1].reshape(4, -1).argmax(-1)
     for before, after in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
         assert before.sharding.is_equivalent_to(after.sharding, before.ndim), "a step would be compiled again"
+    popularity = loads[:, np.argsort(np.random.default_rng(0).permutation(8))]
+    assert (popularity[:, :2].sum(1) > 2 * popularity[:, -2:].sum(1)).all(), "forced routing does not reach the layers"
     return np.stack(logits), changed, balancer.metrics()
 
 still, moving = run(False), run(True)
