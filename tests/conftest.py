@@ -21,7 +21,10 @@ from jaxtyping import install_import_hook
 
 sys.path.insert(0, str(Path(__file__).parent))
 install_import_hook(
-    [f"dsv4jax.{m}" for m in ("batch", "cache", "engram_hash", "model", "quant", "sampling", "steps", "weights")]
+    [
+        f"dsv4jax.{m}"
+        for m in ("balance", "batch", "cache", "engram_hash", "model", "quant", "sampling", "steps", "weights")
+    ]
     + ["pallas_kernels", "sharding"],
     "typecheck.check",
 )

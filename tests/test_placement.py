@@ -5,6 +5,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_placements import random_owners, sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,33 +20,12 @@ from sharding.placement import (
 )
 
 
-@st.composite
-def sizes(draw):
-    """(experts, ranks, slots per rank) that fit, the experts not always a multiple of the ranks."""
-    ranks, experts = draw(st.integers(1, 9)), draw(st.integers(1, 20))
-    return experts, ranks, draw(st.integers(-(-experts // ranks), experts))
-
-
-def random_owners(rng, experts, ranks, slots_per_rank):
-    """Owners of one layer: the initial ones after random swaps and replacements that keep them valid."""
-    by_rank = initial_owners(1, experts, ranks, slots_per_rank).reshape(ranks, slots_per_rank)
-    for _ in range(4 * by_rank.size):
-        (r, s), (p, q) = rng.integers(ranks, size=2), rng.integers(slots_per_rank, size=2)
-        a, b = by_rank[r, p], by_rank[s, q]
-        if b not in by_rank[r] and a not in by_rank[s]:
-            by_rank[r, p], by_rank[s, q] = b, a
-        spare = rng.integers(experts)
-        if (by_rank == by_rank[r, p]).sum() > 1 and spare not in by_rank[r]:
-            by_rank[r, p] = spare
-    return by_rank.reshape(1, -1)
-
-
 @settings(max_examples=100, deadline=None)
 @given(sizes(), st.integers(0, 2**32 - 1))
 def test_every_expert_is_reachable_and_the_way_back_is_exact(size, seed):
     experts, ranks, slots_per_rank = size
     rng = np.random.default_rng(seed)
-    owners = np.concatenate([initial_owners(1, *size), random_owners(rng, *size)])
+    owners = np.stack([initial_owners(1, *size)[0], random_owners(rng, *size)])
     placement = placement_from_owners(owners, experts, ranks)
     assert placement.slots.shape == (2, experts, min(ranks, ranks * slots_per_rank - experts + 1))
     np.testing.assert_array_equal(owners_of(placement, ranks, slots_per_rank), owners)

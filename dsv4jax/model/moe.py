@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.linear import Activations, linear, linear_fp32
+from dsv4jax.model.forced_routing import forced_scores
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_experts, declare_fp8
 from pallas_kernels.moe_experts import moe_experts
@@ -26,12 +27,17 @@ class Router(nnx.Module):
         self.bias_vl = declare_array((experts,), "F32", (None,))
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], image_mask: Bool[Array, " tokens"], k: int, scale: float
+        self,
+        x: Float[Array, "tokens hidden"],
+        image_mask: Bool[Array, " tokens"],
+        k: int,
+        scale: float,
+        routing: str = "model",
     ) -> tuple[Int[Array, "tokens k"], Float[Array, "tokens k"]]:
         """Expert ids, best first with ties to the smaller id, and routing weights from the unbiased scores."""
         scores = sqrt_softplus(linear_fp32(x, self.weight[...]))
         bias = jnp.where(image_mask[:, None], self.bias_vl[...], self.bias[...])
-        _, experts = lax.top_k(scores + bias, k)
+        _, experts = lax.top_k(scores + bias if routing == "model" else forced_scores(scores, routing), k)
         picked = jnp.take_along_axis(scores, experts, -1)
         return experts, picked / (jnp.sum(picked, -1, keepdims=True) + 1e-20) * scale
 
@@ -86,7 +92,7 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "tokens hidden"], Int[Array, " experts"]]:
         """Output, and how many of this rank's valid tokens each expert got."""
         values = x.values
-        experts, weights = self.gate(values, image_mask, self.k, self.scale)
+        experts, weights = self.gate(values, image_mask, self.k, self.scale, numerics.routing)
         count = self.gate.bias[...].shape[0]
         load = jnp.bincount(jnp.where(valid[:, None], experts, count).reshape(-1), length=count + 1)[:count]
         routed = self._routed(values, experts, weights, valid, numerics, devices, placement)
