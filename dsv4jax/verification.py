@@ -11,12 +11,13 @@ The tokens that come out have the distribution of `sample` called once per token
 are two ways to that:
 
 * Without draft logits every row's token is drawn as `sample` draws it, and a draft stands if it is that token. The
-  output is that of `sample`, token for token, for any drafts however chosen. A draft t stands with probability p(t),
-  which is the most that is possible for one that was not drawn at random.
-* With draft logits, drafts were drawn at random by `draw_drafts`. With p the target's distribution after all filters
-  and q the draft's, a draft stands with probability min(1, p/q), and after the first that does not, a token is drawn
-  from max(p - q, 0), normalised. More drafts stand, but tokens depend on how many were verified. Requests with
-  temperature 0 are verified in the first way.
+  output is that of `sample`, token for token, for any drafts and any choice of how many to verify. The most probable
+  token of the draft model stands with the probability that the target gives it; more drafts stand if they were drawn
+  with the noise that `sample` will use, `draw_drafts(shared_noise=True)`.
+* With draft logits, drafts were drawn with noise of their own, `draw_drafts(shared_noise=False)`. With p the target's
+  distribution after all filters and q the draft's, a draft stands with probability min(1, p/q), and after the first
+  that does not, a token is drawn from max(p - q, 0), normalised. Most drafts stand, but tokens depend on how many were
+  verified. Requests with temperature 0 are verified in the first way.
 """
 
 from typing import Literal
@@ -62,16 +63,26 @@ class Verified:
 
 
 def draw_drafts(
-    logits: Float32[Array, "requests vocab"], params: SamplingParams, positions: Int32[Array, "requests"]
+    logits: Float32[Array, "requests vocab"],
+    params: SamplingParams,
+    positions: Int32[Array, "requests"],
+    *,
+    shared_noise: bool,
 ) -> Int32[Array, "requests"]:
     """Draws a draft for each position from softmax(logits / temperature); the best token if the temperature is 0.
 
-    `verify` must then be given these logits. No filter, penalty, bias or mask applies to a draft.
+    No filter, penalty, bias or mask applies to a draft.
+
+    Args:
+      shared_noise: True draws with the noise that `sample` has for the position, for `verify` without draft logits: if
+        both models agree, so do their tokens, provided the request has the same seed in the step that verifies. False
+        draws with noise of its own, for `verify` with these logits.
     """
     random = draws_at_random(params)
 
     def draw():
-        noise = gumbel_noise(params, positions[:, None], logits.shape[-1], _DRAFT)[:, 0]
+        stream = None if shared_noise else _DRAFT
+        noise = gumbel_noise(params, positions[:, None], logits.shape[-1], stream)[:, 0]
         return jnp.argmax(jnp.where(random[:, None], _tempered(logits, params) + noise, logits), axis=-1)
 
     return lax.cond(jnp.any(random), draw, lambda: jnp.argmax(logits, axis=-1)).astype(jnp.int32)
@@ -100,7 +111,7 @@ def verify(
       drafts: the input tokens after each request's first: tokens = drafts + 1, drafts[:, j] = tokens[:, j + 1].
       draft_counts: how many of them to verify, 0 .. drafts. With `draft_logits`, whether draft j is among them may
         depend on the drafts before it but not on draft j itself, or the output's distribution is not the target's.
-      draft_logits: what `draw_drafts` was given for each draft; None for drafts chosen in any other way.
+      draft_logits: what `draw_drafts(shared_noise=False)` was given for each draft; None for drafts chosen otherwise.
       state, params, slots, tokens, positions, valid: as in `sample`; valid[:, 0] is False for a padded request.
       method: with draft logits, whether each draft is accepted for itself or the block as a whole; see below.
       allowed: tokens that may follow each input token if the drafts up to it stand, in place of the one mask per slot

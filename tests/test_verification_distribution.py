@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import special, stats
 from test_sampling import assert_distributed, bit_masks, expected_adjusted, expected_distribution, new_state
 
 from dsv4jax import verification
@@ -40,7 +41,8 @@ SETTINGS = [
     {"repetition_penalty": 1.8},
     {"repetition_penalty": 0.6, "frequency_penalty": 0.5, "presence_penalty": -0.5, "top_p": 0.9},
 ]
-WAYS = ["argmax", "rejection", "blockwise"]
+WAYS = ["argmax", "shared noise", "rejection", "blockwise"]
+DRAWN = ["rejection", "blockwise"]  # with draft logits
 
 
 def anything(prefix):
@@ -53,6 +55,10 @@ def no_repetition(prefix):
     allowed[list(prefix[-1:])] = False
     allowed[0] = 0 not in prefix
     return allowed
+
+
+def every_draft(drafts):
+    return np.full(DRAWS, DRAFTS)
 
 
 class Experiment:
@@ -91,7 +97,8 @@ class Experiment:
             if way == "argmax":
                 tokens.append(logits[j].argmax(1))
             else:
-                tokens.append(np.asarray(draw_program()(logits[j], self.params, self.positions[:, j + 1])))
+                draw = draw_program(way == "shared noise")
+                tokens.append(np.asarray(draw(logits[j], self.params, self.positions[:, j + 1])))
             if j + 1 < DRAFTS:
                 logits.append(DRAFT[j + 1, tokens[-1]])
         return np.stack(tokens[1:], 1).astype(np.int32), np.stack(logits, 1)
@@ -106,7 +113,7 @@ class Experiment:
             TARGET[np.arange(LENGTH), tokens],
             drafts,
             counts,
-            None if way == "argmax" else draft_logits,
+            draft_logits if way in DRAWN else None,
             self.state,
             self.params,
             np.zeros(DRAWS, np.int32),
@@ -127,9 +134,9 @@ class Experiment:
             sequences[:, j] = np.where(emitted[:, j], sequences[:, j], drawn)
         return accepted, sequences
 
-    def check(self, way, draft_counts=None):
+    def check(self, way, draft_counts=every_draft):
         """Raises AssertionError unless first tokens and sequences are distributed as they should be."""
-        accepted, sequences = self.verified(way, draft_counts or (lambda drafts: np.full(DRAWS, DRAFTS)))
+        accepted, sequences = self.verified(way, draft_counts)
         joint = np.ones(1)
         for distributions in self.next:
             joint = (joint[:, None] * distributions).ravel()
@@ -144,13 +151,16 @@ def code(sequences):
 
 
 @functools.cache
-def draw_program():
-    return jax.jit(verification.draw_drafts)
+def draw_program(shared_noise):
+    return jax.jit(functools.partial(verification.draw_drafts, shared_noise=shared_noise))
+
+
+def verify_program(way):
+    return compiled_verify(way if way in DRAWN else "rejection")
 
 
 @functools.cache
-def verify_program(way):
-    method = "blockwise" if way == "blockwise" else "rejection"
+def compiled_verify(method):
     return jax.jit(functools.partial(verification.verify, method=method))
 
 
@@ -176,15 +186,16 @@ def by_the_draft_itself(drafts):
     return np.where(drafts[:, 0] == 1, 0, DRAFTS)
 
 
-@pytest.mark.parametrize("way", ["rejection", "blockwise"])
+@pytest.mark.parametrize("way", DRAWN)
 def test_the_choice_of_counts_may_depend_on_earlier_drafts(way):
     accepted = Experiment({"temperature": 1.3}).check(way, by_earlier_drafts)
     assert set(accepted) == {0, 1, 2, 3}
 
 
-def test_only_drafts_not_drawn_at_random_may_choose_their_own_count():
-    Experiment({}).check("argmax", by_the_draft_itself)
-    for way in ("rejection", "blockwise"):
+def test_drafts_may_choose_their_own_count_without_draft_logits_only():
+    for way in ("argmax", "shared noise"):
+        Experiment({}).check(way, by_the_draft_itself)
+    for way in DRAWN:
         with pytest.raises(AssertionError):
             Experiment({}).check(way, by_the_draft_itself)
 
@@ -194,6 +205,28 @@ def test_no_drafts_and_one_draft(way):
     experiment = Experiment({"temperature": 1.3, "top_p": 0.95})
     assert not np.any(experiment.check(way, lambda drafts: np.zeros(DRAWS)))
     assert set(experiment.check(way, lambda drafts: np.arange(DRAWS) % 2)) == {0, 1}
+
+
+def test_one_by_one_a_draft_is_accepted_as_often_as_possible():
+    experiment = Experiment({"temperature": 0.8})
+    accepted = experiment.check("rejection")
+    draft = special.softmax(DRAFT[0, GENERATED[-1]].astype(np.float64) / 0.8)
+    overlap = np.minimum(experiment.next[0][0], draft).sum()
+    assert stats.binomtest(int(np.sum(accepted > 0)), DRAWS, overlap).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.8}, {"frequency_penalty": 0.9}], ids=str)
+def test_a_block_accepts_more_than_its_drafts_one_by_one_and_those_more_than_other_drafts(fields):
+    experiment = Experiment(fields)
+    argmax, shared, one_by_one, block = (experiment.verified(way, every_draft)[0].mean() for way in WAYS)
+    assert block > one_by_one > shared > argmax
+
+
+def test_drafts_of_the_target_itself_all_stand(monkeypatch):
+    monkeypatch.setitem(globals(), "DRAFT", TARGET[:-1])
+    monkeypatch.setitem(globals(), "BIAS", {0: 0.0})
+    for way in WAYS[1:]:
+        assert np.mean(Experiment({"temperature": 0.9}).check(way) == DRAFTS) > 0.999  # but for rounding
 
 
 # A wrong verifier must not pass.
@@ -276,8 +309,7 @@ def mistaken_program(way):
         with pytest.MonkeyPatch.context() as patch:
             for name in dict(MISTAKES.values()):
                 patch.setattr(verification, name, with_switches(name, mistake))
-            method = "blockwise" if way == "blockwise" else "rejection"
-            return verification.verify(*arguments, method=method, **options)
+            return verification.verify(*arguments, method=way if way in DRAWN else "rejection", **options)
 
     return jax.jit(program)
 
@@ -285,17 +317,17 @@ def mistaken_program(way):
 @pytest.mark.parametrize(
     ("mistake", "ways", "fields"),
     [
-        ("accepts with p", ["rejection", "blockwise"], {}),
-        ("accepts always", ["rejection", "blockwise"], {}),
-        ("draws from p after a rejection", ["rejection", "blockwise"], {}),
-        ("takes drafts for argmax", ["rejection", "blockwise"], {}),
-        ("penalties", WAYS, {"frequency_penalty": -1.0}),
-        ("penalties", ["rejection", "blockwise"], {"repetition_penalty": 5.0}),
-        ("masks", WAYS, {}),
-        ("filters", ["rejection", "blockwise"], {"temperature": 0.5}),
-        ("filters", ["rejection", "blockwise"], {"top_p": 0.7}),
-        ("temperature of drafts", ["rejection", "blockwise"], {"temperature": 0.5}),
-        ("noise of drafts", ["rejection", "blockwise"], {}),
+        ("accepts with p", DRAWN, {}),
+        ("accepts always", DRAWN, {}),
+        ("draws from p after a rejection", DRAWN, {}),
+        ("takes drafts for argmax", DRAWN, {}),
+        ("penalties", ["argmax", *DRAWN], {"frequency_penalty": -1.0}),
+        ("penalties", DRAWN, {"repetition_penalty": 5.0}),
+        ("masks", ["argmax", *DRAWN], {}),
+        ("filters", DRAWN, {"temperature": 0.5}),
+        ("filters", DRAWN, {"top_p": 0.7}),
+        ("temperature of drafts", DRAWN, {"temperature": 0.5}),
+        ("noise of drafts", DRAWN, {}),
         ("residual without weight", ["blockwise"], {}),
         ("every draft by its weight", ["blockwise"], {}),
         ("weights without bound", ["blockwise"], {}),
@@ -311,5 +343,5 @@ def test_a_mistake_is_noticed(mistake, ways, fields, monkeypatch):
 
 def test_the_program_for_mistakes_is_right_without_one(monkeypatch):
     monkeypatch.setitem(globals(), "verify_program", lambda way: functools.partial(mistaken_program(way), -1))
-    for way in WAYS:
+    for way in ("argmax", *DRAWN):
         Experiment({"top_p": 0.7, "frequency_penalty": 2.0}, no_repetition).check(way)
