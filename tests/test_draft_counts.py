@@ -90,7 +90,7 @@ def has_a_say(data_seed, causal):
 
 @settings(deadline=None, max_examples=200)
 @given(data_seed=st.integers(0, 2**32))
-def test_a_draft_causal_has_no_say_in_its_own_verification(data_seed):
+def test_a_causal_choice_gives_a_draft_no_say_in_its_own_verification(data_seed):
     assert not has_a_say(data_seed, causal=True)
 
 
