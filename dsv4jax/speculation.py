@@ -146,7 +146,7 @@ def speculative_step(
         logits,
         tokens[:, 1:],
         counts,
-        None if drafts.logits is None else drafts.logits[:, : width - 1],
+        None if drafts.logits is None or width == 1 else drafts.logits[:, : width - 1],
         state,
         batch.sampling,
         slots,

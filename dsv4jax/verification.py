@@ -33,6 +33,7 @@ from dsv4jax.sampling import (
     adjusted_logits,
     choose_tokens,
     draws_at_random,
+    filtered_logits,
     gumbel_noise,
     log_totals,
     noise_key,
@@ -134,24 +135,59 @@ def verify(
     verifiable &= (drafts >= 0) & (drafts < vocab)
     uniform = _uniform_noise(params, positions[:, :-1] + 1)
 
-    def settled(accepted):
+    def settled(accepted: Int32[Array, "requests"]) -> Int32[Array, "requests"]:
         if forced_acceptance is None:
             return accepted
-        return _prefix_length(verifiable & (uniform < forced_acceptance))
+        forced = _prefix_length(verifiable & (uniform < forced_acceptance))
+        # As long as the compiler cannot rule this out, it has to keep what the measured program would compute.
+        return jnp.where(jnp.all(forced_acceptance >= 0), forced, accepted)
 
-    def where_equal(chosen):
+    def where_equal(chosen: Int32[Array, "requests tokens"]) -> tuple[Array, Array]:
         accepted = settled(_prefix_length(verifiable & (chosen[:, :-1] == drafts)))
         return accepted, _at(chosen, accepted)
+
+    def at_random() -> tuple[Array, Array]:
+        scores = filtered_logits(adjusted, random, params)
+        draft_scores = _tempered(draft_logits, params)
+        totals, draft_totals = jax.nn.logsumexp(scores, axis=-1), jax.nn.logsumexp(draft_scores, axis=-1)
+        considered = verifiable & (jnp.isfinite(draft_totals) | ~random[:, :1])
+        ratio = _ratio(_of(drafts, scores[:, :-1]) - totals[:, :-1], _of(drafts, draft_scores) - draft_totals)
+        weights = jnp.ones_like(totals) if method == "rejection" else _block_weights(ratio)
+
+        if method == "rejection":
+            accepted = _prefix_length(considered & (uniform < ratio))
+        else:
+            rows = (scores[:, 1:-1], totals[:, 1:-1], draft_scores[:, 1:], draft_totals[:, 1:], weights[:, 1:-1])
+            accepted = _block_length(_prefix_length(considered), weights[:, 1:], jnp.sum(_excess(*rows), -1), uniform)
+        equal = _prefix_length(considered & (jnp.argmax(scores[:, :-1], axis=-1) == drafts))
+        accepted = settled(jnp.where(random[:, 0], accepted, equal))
+
+        last = jnp.minimum(accepted, drafts.shape[1] - 1)
+        row = _at(scores, accepted)
+        residual = _excess(
+            row,
+            _at(totals, accepted),
+            _tempered(_at(draft_logits, last), params),
+            _at(draft_totals, last),
+            _at(weights, accepted),
+        )
+        # Where rounding leaves nothing, p and q are equal and no draft is rejected but by rounding.
+        rejected = (accepted < _prefix_length(considered)) & jnp.any(residual > 0, axis=-1)
+        row = jnp.where((rejected & random[:, 0])[:, None], jnp.log(residual), row)
+        noise = gumbel_noise(params, _at(positions, accepted)[:, None] + 1, vocab)[:, 0]
+        chosen = jnp.argmax(jnp.where(random[:, :1], row + noise, row), axis=-1)
+        return accepted, chosen.astype(jnp.int32)
 
     if draft_logits is None:
         accepted, following = where_equal(choose_tokens(adjusted, random, params, positions))
     else:
-        raise NotImplementedError("verification of drafts drawn at random")
+        accepted, following = lax.cond(
+            jnp.any(random), at_random, lambda: where_equal(jnp.argmax(adjusted, axis=-1).astype(jnp.int32))
+        )
 
     emitted = valid & (columns <= accepted[:, None])
-    after = jnp.pad(drafts, [(0, 0), (0, 1)])
-    chosen = jnp.where(columns < accepted[:, None], after, following[:, None])
-    chosen = jnp.where(defined, chosen, 0)
+    chosen = jnp.where(columns < accepted[:, None], jnp.pad(drafts, [(0, 0), (0, 1)]), following[:, None])
+    chosen = jnp.where(defined & emitted, chosen, 0)
     sampled = with_logprobs(chosen, defined, target_logits, log_total, params, emitted)
     return Verified(
         accepted=accepted,
@@ -161,6 +197,52 @@ def verify(
         top_logprobs=sampled.top_logprobs,
         emitted=emitted,
     )
+
+
+def _ratio(
+    log_target: Float32[Array, "requests drafts"], log_draft: Float32[Array, "requests drafts"]
+) -> Float32[Array, "requests drafts"]:
+    """p / q of each draft; 0 where p is."""
+    return jnp.where(log_target > -jnp.inf, jnp.exp(log_target - log_draft), 0.0)
+
+
+def _excess(
+    scores: Float32[Array, "*rows vocab"],
+    total: Float32[Array, "*rows"],
+    draft_scores: Float32[Array, "*rows vocab"],
+    draft_total: Float32[Array, "*rows"],
+    weight: Float32[Array, "*rows"],
+) -> Float32[Array, "*rows vocab"]:
+    """max(weight p - q, 0)."""
+    target = weight[..., None] * jnp.exp(scores - total[..., None])
+    return jnp.maximum(target - jnp.exp(draft_scores - draft_total[..., None]), 0.0)
+
+
+def _block_weights(ratio: Float32[Array, "requests drafts"]) -> Float32[Array, "requests tokens"]:
+    """w_0 .. w_drafts of `verify`'s block verification."""
+    weights = [jnp.ones_like(ratio[:, 0])]
+    for j in range(ratio.shape[1]):
+        weights.append(jnp.minimum(weights[-1] * ratio[:, j], 1.0))
+    return jnp.stack(weights, axis=1)
+
+
+def _block_length(
+    counts: Int32[Array, "requests"],
+    weights: Float32[Array, "requests drafts"],
+    excess: Float32[Array, "requests drafts-1"],
+    uniform: Float32[Array, "requests drafts"],
+) -> Int32[Array, "requests"]:
+    """The longest prefix of `counts` drafts that passes its own draw.
+
+    Args:
+      weights: w_1 .. w_drafts.
+      excess: the e that belong to w_1 .. w_{drafts-1}.
+    """
+    length = jnp.arange(1, weights.shape[1] + 1)
+    before_last = jnp.pad(excess / (excess + 1 - weights[:, :-1]), [(0, 0), (0, 1)])
+    chance = jnp.where(length == counts[:, None], weights, before_last)
+    passes = (length <= counts[:, None]) & (uniform < chance)
+    return jnp.max(jnp.where(passes, length, 0), axis=1)
 
 
 def _uniform_noise(
@@ -184,6 +266,11 @@ def _tempered(
 def _prefix_length(holds: Bool[Array, "requests drafts"]) -> Int32[Array, "requests"]:
     """In how many leading columns `holds` is True."""
     return jnp.sum(jnp.cumprod(holds.astype(jnp.int32), axis=1), axis=1)
+
+
+def _of(tokens: Int32[Array, "requests drafts"], values: Float32[Array, "requests drafts vocab"]) -> Array:
+    """values[b, j, tokens[b, j]]; NaN for what is no token id."""
+    return jnp.take_along_axis(values, tokens[..., None], axis=-1)[..., 0]
 
 
 def _at(values: Array, column: Int32[Array, "requests"]) -> Array:
