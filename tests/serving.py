@@ -121,22 +121,19 @@ class Server:
         )
         return output
 
-    def speculate(self, *parts: tuple[Request, int], end: int | None = None, method: str = "rejection"):
+    def speculate(self, *parts: tuple[Request, int], end: int | None = None, min_drafts=0, allowed=None, **options):
         """Verifies up to a number of drafts of each request, and drafts anew."""
-        self.cache, output = speculative_step(
-            self.params,
-            self.cache,
-            self._speculative(*parts, end=end),
-            cfg=self.cfg,
-            numerics=self.numerics,
-            method=method,
-        )
+        batch = self._speculative(*parts, end=end, min_drafts=min_drafts).replace(allowed=allowed)
+        static = {"cfg": self.cfg, "numerics": self.numerics}
+        self.cache, output = speculative_step(self.params, self.cache, batch, **static, **options)
         return output
 
-    def _speculative(self, *parts: tuple[Request, int], end: int | None = None):
+    def _speculative(self, *parts: tuple[Request, int], end: int | None = None, min_drafts: int = 0):
         size = self.cache_cfg.page_size
         requests = [
-            SpeculativeRequest(r.slot, r.pages, len(r.pages) * size if end is None else end, drafts, r.sampling)
+            SpeculativeRequest(
+                r.slot, r.pages, len(r.pages) * size if end is None else end, drafts, min_drafts, r.sampling
+            )
             for r, drafts in parts
         ]
         return speculative_batch(self.cfg, self.cache_cfg, requests, self.decode_bucket)

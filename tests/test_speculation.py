@@ -342,35 +342,92 @@ def test_other_slots_and_pages_are_never_written(tiny, undrafted):
     chex.assert_trees_all_equal(jax.tree.map(lambda a: a[others], final), jax.tree.map(lambda a: a[others], drafts))
 
 
+# Drafts drawn at random, a chosen number of drafts, masks per position: one program with all of them.
+
+FLAT, STEEP = np.ones(16, np.float32), np.float32(10.0 ** np.arange(16))
+ALL = np.full((3, 5, 16), 2**32 - 1, np.uint32)
+
+
+def speculate_at_random(server: Server, *parts, step_seconds=FLAT, allowed=ALL, **options):
+    """A step of a cache with "sampled" drafts, which needs no programs of its own for prefill and first drafts."""
+    if server.cache.drafts.logits is None:
+        logits = jnp.zeros((*server.cache.drafts.tokens.shape, server.cfg.vocab_size))
+        server.cache = server.cache.replace(drafts=server.cache.drafts.replace(logits=logits))
+    return server.speculate(*parts, step_seconds=step_seconds, allowed=allowed, **options)
+
+
+def test_the_sampled_cache_has_what_the_tests_give_it(tiny):
+    drafts = serve(tiny, drafts="sampled").cache.drafts
+    assert drafts.logits.shape == (3, 4, tiny.cfg.vocab_size)
+
+
 def test_random_drafts_are_drawn_from_what_the_slot_keeps(tiny, undrafted):
     """And a seeded request gets the same tokens and drafts in any slot, row and company."""
     requests, _, _ = undrafted
     runs = []
     for slots, company in (((0, 1, 2), True), ((2, 1, 0), True), ((1, 0, 2), False)):
-        server = serve(tiny, drafts="sampled")
+        server = serve(tiny)
         moved = [dataclasses.replace(r, slot=slots[i], pages=own_pages(slots[i])) for i, r in enumerate(requests)]
         begin(server, *moved)
         rows = sorted(range(3), key=lambda i: slots[i]) if company else [0]
-        server.draft(*(moved[i] for i in rows))
-        streams = []
-        for _ in range(4):
-            kept = jax.device_get(server.cache.drafts)
-            output = server.speculate(*((moved[i], 4) for i in rows))
-            row, slot = rows.index(0), moved[0].slot
+        stream, accepted = [], 0
+        for step in range(6):
+            output = speculate_at_random(server, *((moved[i], 4) for i in rows))
+            row, kept = rows.index(0), server.cache.drafts
             count = int(output.counts[row])
-            streams.append((output.tokens[row, :count].tolist(), kept.tokens[slot].tolist()))
-        runs.append(streams)
-        batch = server._speculative(*((r, 0) for r in moved))
-        params = jax.tree.map(jnp.asarray, batch.sampling)
-        drafts = jax.tree.map(lambda a, b=batch: a[b.slots], server.cache.drafts)
+            assert int(output.verified[row]) == (4 if step else 0)
+            accepted += count - 1
+            stream.append((output.tokens[row, :count].tolist(), kept.tokens[moved[0].slot].tolist()))
+            assert output.draft.tokens[row].tolist() == kept.tokens[moved[0].slot].tolist()
+        runs.append(stream)
         if company:
+            params = jax.tree.map(jnp.asarray, server._speculative(*((r, 0) for r in moved)).sampling)
+            drafts = jax.tree.map(lambda a, order=np.array(slots): a[order], kept)
             for j in range(4):
                 drawn = draw_drafts(drafts.logits[:, j], params, drafts.positions + 1 + j)
                 assert drawn.tolist() == drafts.tokens[:, j].tolist()
-            greedy = drafts.logits[1].argmax(-1).tolist()
-            assert drafts.tokens[1].tolist() == greedy
-            assert drafts.tokens[0].tolist() != drafts.logits[0].argmax(-1).tolist()
+            best = drafts.logits.argmax(-1).tolist()
+            assert drafts.tokens[1].tolist() == best[1]
+            assert drafts.tokens[0].tolist() != best[0]
     assert runs[0] == runs[1] == runs[2]
+
+
+def test_the_number_of_drafts_follows_costs_and_limits(tiny, undrafted):
+    requests, chosen, _ = undrafted
+    greedy = dataclasses.replace(requests[1], sampling=KINDS[1])
+    server = serve(tiny)
+    begin(server, greedy)
+    speculate_at_random(server, (greedy, 4))
+    for options, verified in (
+        (dict(step_seconds=FLAT), 4),
+        (dict(step_seconds=STEEP), 0),
+        (dict(step_seconds=STEEP, min_drafts=2), 2),
+        (dict(step_seconds=FLAT, end=LENGTHS[1] + 7), 1),
+    ):
+        known = following(requests, chosen)
+        server.cache = with_drafts(server.cache, known, jnp.full(3, 4))
+        # Drafts that are the best tokens count as such for a greedy request.
+        assert int(speculate_at_random(server, (greedy, 4), **options).verified[0]) == verified, options
+        start = int(server.cache.drafts.positions[1])
+        assert int(server.cache.sampling.next_tokens[1]) == known[1, start]
+        if "end" not in options:
+            server.cache = server.cache.replace(drafts=server.cache.drafts.replace(positions=server.cache.drafts.positions))
+
+
+def test_masks_of_positions_end_the_accepted_drafts(tiny, undrafted):
+    """The second token may be one of three only, whatever the drafts say."""
+    requests, chosen, _ = undrafted
+    greedy, few = requests[1], [7, 70, 170]
+    server = serve(tiny)
+    begin(server, greedy)
+    speculate_at_random(server, (greedy, 4))
+    server.cache = with_drafts(server.cache, following(requests, chosen), jnp.full(3, 4))
+    masks = ALL.copy()
+    masks[0, 1] = np.packbits(np.isin(np.arange(512), few), bitorder="little").view(np.uint32)
+    output = speculate_at_random(server, (greedy, 4), allowed=masks)
+    assert int(output.counts[0]) == 2
+    assert int(output.tokens[0, 0]) == chosen[1, 2]
+    assert int(output.tokens[0, 1]) in few
 
 
 def test_no_compilation_after_the_first_step(tiny, undrafted):
@@ -415,6 +472,6 @@ def test_unusable_batches_and_caches_are_refused(tiny, tokens):
         with pytest.raises(ValueError, match="slots: the batch was made for 3, the cache has 4"):
             step(tiny.params, serve(tiny, slots=4).cache, batch, cfg=cfg)
     layers = tiny.params["layers"]
-    bare = layers[1] | {"engram": {k: v for k, v in layers[1]["engram"].items() if k != "embed"}}
+    bare = layers[0] | {"engram": {k: v for k, v in layers[0]["engram"].items() if k != "embed"}}
     with pytest.raises(ValueError, match="speculative_step needs the Engram tables on the device"):
-        speculative_step(tiny.params | {"layers": layers | {1: bare}}, serve(tiny).cache, batch, cfg=cfg)
+        speculative_step(tiny.params | {"layers": layers | {0: bare}}, serve(tiny).cache, batch, cfg=cfg)

@@ -21,6 +21,8 @@ from dsv4jax.model.rope import Rotation, rotation
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_dense, declare_fp8, unboxed
 from pallas_kernels.sparse_attention import sparse_attention
+from sharding import SINGLE, ExpertPlacement, Layout
+from sharding.exchange import total_over_ranks
 
 
 class DraftStage(Block):
@@ -58,6 +60,7 @@ class DraftStage(Block):
         by: Rotation,
         ring: Array,
         numerics: Numerics,
+        devices: Layout = SINGLE,
     ) -> Float[Array, "tokens hidden"]:
         """Attention of the blocks of `layout` over their context in the ring and over themselves."""
         _, q = self.attn.query(x, by, numerics)
@@ -66,7 +69,7 @@ class DraftStage(Block):
         o = sparse_attention(
             q, key, ring, layout, windows, by, self.attn.attn_sink[...], numerics=numerics, implementation="reference"
         )
-        return self.attn.project(o, numerics)
+        return self.attn.project(o, numerics, devices)
 
     def run(
         self,
@@ -76,12 +79,14 @@ class DraftStage(Block):
         by: Rotation,
         ring: Array,
         numerics: Numerics,
+        devices: Layout = SINGLE,
+        placement: tuple[Array, Array] | None = None,
     ) -> tuple[Residual, Int[Array, " experts"]]:
-        """Both sublayers over the blocks of `layout`; what the next stage enters with, and the expert load."""
+        """Both sublayers over the blocks of `layout`; what the next stage enters with, and this rank's expert load."""
         streams, x, mix = self.enter("hc_attn", residual, numerics)
-        y = self.attend(x, layout, windows, by, ring, numerics)
+        y = self.attend(x, layout, windows, by, ring, numerics, devices)
         streams, x, mix = self.enter("hc_ffn", Residual(streams, y, mix), numerics)
-        y, load = self.ffn(x, layout.valid, layout.image_mask, numerics)
+        y, load = self.ffn(x, layout.valid, layout.image_mask, numerics, devices, placement)
         return Residual(streams, y, mix), load
 
     def markov_embedding(self, tokens: Int32[Array, " rows"]) -> Float[Array, "rows rank"]:
@@ -168,17 +173,21 @@ def block_hidden(
     layout: TokenLayout,
     rings: tuple[Array, ...],
     numerics: Numerics,
+    devices: Layout = SINGLE,
+    placement: ExpertPlacement | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], Int[Array, "stages experts"]]:
     """Runs the blocks of `layout` through all stages.
 
-    Returns the collapsed streams behind the last stage, not normalised, and how many tokens each expert got.
+    Returns the collapsed streams behind the last stage, not normalised, and how many tokens of all ranks each expert
+    got.
     """
     cfg = stages[0].cfg
     streams = jnp.repeat(embeddings[:, None], cfg.hc_mult, 1)
     residual = settled_residual(streams, first_mix(streams.shape[0], cfg.hc_mult))
     by, windows = rotation(cfg, layout.positions, compressed=False), block_windows(layout, cfg.sliding_window)
     loads = []
-    for stage, ring in zip(stages, rings, strict=True):
-        residual, load = stage.run(residual, layout, windows, by, ring, numerics)
+    for i, (stage, ring) in enumerate(zip(stages, rings, strict=True)):
+        where = placement and (placement.slots[i], placement.counts[i])
+        residual, load = stage.run(residual, layout, windows, by, ring, numerics, devices, where)
         loads.append(load)
-    return collapse(residual.settled(), residual.mix.pre), jnp.stack(loads)
+    return collapse(residual.settled(), residual.mix.pre), total_over_ranks(devices, jnp.stack(loads))
