@@ -48,6 +48,6 @@ def test_the_steps_lower_for_hopper(step, numerics):
     with on_hopper():
         traced = run.trace(abstract_packed(), cache, batch, cfg=CFG, numerics=numerics)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    kernels = text.count("mosaic_gpu")
-    # Per layer: two sites, five FP8 linears, grouped output, attention, experts; most are shared functions.
-    assert kernels >= 10
+    kernels = text.count("custom_call @mosaic_gpu")
+    # Each once for all layers that call it with the same shapes.
+    assert 10 <= kernels <= 30
