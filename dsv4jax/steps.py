@@ -33,13 +33,13 @@ from dsv4jax.sampling import (
     sample,
     sampling_params,
 )
+from dsv4jax.step_flags import STEP_OPTIONS
 
 _TILE = 32
 _step = functools.partial(
     jax.jit,
     static_argnames=("cfg", "numerics", "collect"),
-    # By default XLA drops a rounding to a narrow type that is followed by a widening: these are part of the model.
-    compiler_options={"xla_allow_excess_precision": False},
+    compiler_options=dict(STEP_OPTIONS),
 )
 
 

@@ -23,11 +23,11 @@ from dsv4jax.batch import (
 from dsv4jax.cache import Cache, CacheConfig, init_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
-from dsv4jax.params import Params, abstract_params
+from dsv4jax.packing import param_shapes
+from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling import request_rows
 from dsv4jax.steps import decode_step, prefill_step, set_allowed_tokens, start_request
-from dsv4jax.weights import ArraySpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,28 +122,30 @@ class Programs:
 
         Args:
           tables, token_map: Engram tables on the host, and `params["engram_token_map"]` for them.
-          params: parameters whose shapes to compile for; None for those of a checkpoint.
+          params: parameters whose shapes to compile for; None for those of a checkpoint, packed if `numerics` want it.
         """
         self.cfg, self.cache_cfg, self.buckets, self.numerics = cfg, cache_cfg, buckets, numerics
         self.tables, self._token_map = tables, token_map
         if params is None:
-            params = _shapes(abstract_params(cfg, tables_on_device=tables is None))
+            params = param_shapes(cfg, numerics, tables_on_device=tables is None)
         cache = jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics))
         jobs = {}
         for bucket in buckets.prefill:
             batch = self.with_rows(prefill_batch(cfg, cache_cfg, [], bucket))
-            jobs[bucket] = functools.partial(_compile, prefill_step, params, cache, batch, cfg=cfg, numerics=numerics)
+            jobs[bucket] = functools.partial(prefill_step.lower, params, cache, batch, cfg=cfg, numerics=numerics)
         for bucket in buckets.decode:
             batch = self.with_rows(decode_batch(cfg, cache_cfg, [], bucket))
-            jobs[bucket] = functools.partial(_compile, decode_step, params, cache, batch, cfg=cfg, numerics=numerics)
+            jobs[bucket] = functools.partial(decode_step.lower, params, cache, batch, cfg=cfg, numerics=numerics)
         rows = request_rows(np.zeros(1, np.int32), (), {}, cfg.vocab_size)
-        jobs["start"] = functools.partial(_compile, start_request, cache, np.int32(0), *rows, np.int32(1))
+        jobs["start"] = functools.partial(start_request.lower, cache, np.int32(0), *rows, np.int32(1))
         words = ceil_div(cfg.vocab_size, 32)
         for n in buckets.masks:
             mask_rows = np.zeros(n, np.int32), np.zeros((n, words), np.uint32)
-            jobs[n] = functools.partial(_compile, set_allowed_tokens, cache, *mask_rows)
+            jobs[n] = functools.partial(set_allowed_tokens.lower, cache, *mask_rows)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            futures = {key: pool.submit(job) for key, job in jobs.items()}
+            # Lowered one after the other: kernels carry numbers in the order of their lowering, and a persistent
+            # cache finds a program again only if these are the same.
+            futures = {key: pool.submit(job().compile) for key, job in jobs.items()}
             waiting = tqdm(futures.items(), desc="compiling", unit="program", disable=not progress)
             self._compiled = {key: future.result() for key, future in waiting}
         analyses = [program.memory_analysis() for program in self._compiled.values()]
@@ -165,13 +167,3 @@ class Programs:
     def with_rows(self, batch: StepBatch) -> StepBatch:
         """The batch with its Engram rows, if the tables are on the host."""
         return batch if self.tables is None else with_engram_rows(self.cfg, batch, self._token_map, self.tables)
-
-
-def _compile(function: Any, *args: Any, **static: Any) -> Any:
-    return function.lower(*args, **static).compile()
-
-
-def _shapes(specs: Params) -> Params:
-    return jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=lambda x: isinstance(x, ArraySpec)
-    )
