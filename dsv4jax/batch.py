@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import flax.struct
+import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int32
 
@@ -293,6 +294,11 @@ def decode_batch(
         sampling=sampling_params([r.sampling for r in requests], bucket.requests),
         tile=width,
     )
+
+
+def concatenate_batches(batches: Sequence[StepBatch]) -> StepBatch:
+    """The batch of several ranks: the arrays of each one after the other. All must be of one bucket."""
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
 
 
 def _decode_ids(requests: Sequence[DecodeTokens], lengths: np.ndarray, vocab: int) -> np.ndarray:

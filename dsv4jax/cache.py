@@ -6,6 +6,7 @@ read by `slack` rows, so that up to `slack` unverified tokens can be run and tak
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import flax.struct
@@ -29,11 +30,12 @@ from dsv4jax.quant import (
     unpack_nvfp4,
 )
 from dsv4jax.sampling import SamplingState, init_sampling_state
+from sharding import SINGLE, Layout
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
-    """Sizes of a cache.
+    """Sizes of the cache of one rank.
 
     Raises:
       ValueError: a size is not allowed; the message names it.
@@ -106,8 +108,13 @@ class Cache:
         return self.ngram_ids.shape[0]
 
 
-def init_cache(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics = REFERENCE) -> Cache:
-    """An empty cache on the default device."""
+def init_cache(
+    cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics = REFERENCE, layout: Layout = SINGLE
+) -> Cache:
+    """An empty cache on the devices of the layout: `cache_cfg` for each rank, one after the other along axis 0."""
+    if layout.mesh is not None:
+        make = functools.partial(init_cache, cfg, _of_all_ranks(cache_cfg, layout), numerics)
+        return jax.jit(make, out_shardings=layout.by_rank)()
     slots, slack = cache_cfg.slots, cache_cfg.slack
     ratios = [cfg.ratio(source) for source in cfg.kv_source_layer_ids]
     pools = [(cache_cfg.pages, cache_cfg.page_size // ratio) for ratio in ratios]
@@ -126,6 +133,10 @@ def init_cache(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics = RE
         ngram_ids=jnp.full((slots, ngram_ring), DEAD, jnp.int32),
         sampling=init_sampling_state(slots, cfg.vocab_size, ngram_ring),
     )
+
+
+def _of_all_ranks(cache_cfg: CacheConfig, layout: Layout) -> CacheConfig:
+    return dataclasses.replace(cache_cfg, slots=cache_cfg.slots * layout.ranks, pages=cache_cfg.pages * layout.ranks)
 
 
 def page_bytes_per_token(cfg: ModelConfig, numerics: Numerics = REFERENCE) -> float:

@@ -10,6 +10,8 @@ from dsv4jax.numerics import Numerics
 from dsv4jax.quant import qdq_fp8
 from dsv4jax.weights import DenseWeight, Fp8Weight, Weight, dequantize, matmul, unboxed
 from pallas_kernels.fp8_linear import QuantizedActivations, fp8_linear, quantize_activations
+from sharding import SINGLE, Layout
+from sharding.exchange import sum_over_devices
 
 
 @flax.struct.dataclass
@@ -25,20 +27,26 @@ class Activations:
 
 
 def linear(
-    x: Float[Array, "*rows inner"] | Activations, weight: Weight | nnx.Param, numerics: Numerics
+    x: Float[Array, "*rows inner"] | Activations,
+    weight: Weight | nnx.Param,
+    numerics: Numerics,
+    devices: Layout = SINGLE,
 ) -> Float[Array, "*rows out"]:
     """y = x Wᵀ with fp32 accumulation and one rounding to the type of x (section 5.4).
 
     The input of a quantised weight is first quantised to FP8 per 32 channels.
+
+    Args:
+      devices: where those that work on one request hold parts of the inner dimension, their sum is taken.
     """
     weight = unboxed(weight)
     x, quantized = (x.values, x.quantized) if isinstance(x, Activations) else (x, None)
     if numerics.implementation == "pallas" and isinstance(weight, Fp8Weight):
         rows = quantized or quantize_activations(x.reshape(-1, x.shape[-1]))
-        return fp8_linear(rows, weight).reshape(*x.shape[:-1], -1)
+        return sum_over_devices(devices, fp8_linear(rows, weight)).reshape(*x.shape[:-1], -1)
     if numerics.quantize_activations and not isinstance(weight, DenseWeight):
         x = qdq_fp8(x)
-    return matmul(x, dequantize(weight, x.dtype)).astype(x.dtype)
+    return sum_over_devices(devices, matmul(x, dequantize(weight, x.dtype))).astype(x.dtype)
 
 
 def linear_fp32(x: Float[Array, "*rows inner"], weight: Weight | nnx.Param | Array) -> Float[Array, "*rows out"]:

@@ -18,6 +18,7 @@ from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_fp8, dequantize
 from pallas_kernels.fp8_linear import fp8_grouped_linear
 from pallas_kernels.sparse_attention import sparse_attention
+from sharding import Layout
 
 
 class Attention(nnx.Module):
@@ -48,7 +49,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "tokens q_lora"], Float[Array, "tokens heads dim"]]:
         """The normalised low-rank query, which also feeds the indexer, and the rotated heads (3.1: no head norm)."""
         q_latent = self.q_norm(linear(x, self.wq_a, numerics))
-        q = linear(q_latent, self.wq_b, numerics).reshape(-1, self.cfg.num_attention_heads, self.cfg.head_dim)
+        q = linear(q_latent, self.wq_b, numerics).reshape(q_latent.shape[0], -1, self.cfg.head_dim)
         return q_latent, rotate(q, jax.tree.map(lambda a: a[:, None], by))
 
     def window_key(self, x: Activations, by: Rotation, numerics: Numerics) -> Float[Array, "tokens dim"]:
@@ -88,6 +89,7 @@ class Attention(nnx.Module):
         cache: Cache,
         selection: Selection | None,
         numerics: Numerics,
+        devices: Layout,
     ) -> tuple[Float[Array, "tokens hidden"], Cache, Selection | None]:
         """Attends and returns the output, the cache with this layer's window keys, and the selection in force."""
         q_latent, q = self.query(x, by, numerics)
@@ -105,7 +107,7 @@ class Attention(nnx.Module):
         slots = layout.write_slots(ring.shape[1])
         ring = ring.at[slots, layout.positions % ring.shape[1]].set(key, mode="drop")
         cache = cache.replace(windows=replace_at(cache.windows, self.layer, ring))
-        return self.project(o, numerics), cache, selection
+        return self.project(o, numerics, devices), cache, selection
 
     def attend(
         self,
@@ -134,14 +136,18 @@ class Attention(nnx.Module):
             implementation=numerics.implementation,
         )
 
-    def project(self, o: Float[Array, "tokens heads dim"], numerics: Numerics) -> Float[Array, "tokens hidden"]:
+    def project(
+        self, o: Float[Array, "tokens heads dim"], numerics: Numerics, devices: Layout
+    ) -> Float[Array, "tokens hidden"]:
         """Grouped low-rank output; wo_a takes activations unquantised (3.7)."""
-        cfg = self.cfg
-        groups = o.reshape(o.shape[0], cfg.o_groups, -1)
+        wo_a = self.wo_a.get_value()
+        # A device may hold some of the groups only.
+        count = wo_a.weight.shape[0] // self.cfg.o_lora_rank
+        groups = o.reshape(o.shape[0], count, -1)
         if numerics.implementation == "pallas":
-            return linear(fp8_grouped_linear(groups, self.wo_a.get_value()), self.wo_b, numerics)
-        wo_a = dequantize(self.wo_a, o.dtype).reshape(cfg.o_groups, cfg.o_lora_rank, -1)
+            return linear(fp8_grouped_linear(groups, wo_a), self.wo_b, numerics, devices)
+        wo_a = dequantize(wo_a, o.dtype).reshape(count, self.cfg.o_lora_rank, -1)
         z = jnp.einsum(
             "tgi,goi->tgo", groups, wo_a, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
         )
-        return linear(z.astype(o.dtype).reshape(o.shape[0], -1), self.wo_b, numerics)
+        return linear(z.astype(o.dtype).reshape(o.shape[0], -1), self.wo_b, numerics, devices)

@@ -16,6 +16,7 @@ from dsv4jax.model.rope import Rotation
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array
 from pallas_kernels.hyper_connections import SiteWeights, hyper_connection_site
+from sharding import Layout
 
 
 class Block(nnx.Module):
@@ -69,12 +70,17 @@ class Block(nnx.Module):
         cache: Cache,
         selection: Selection | None,
         numerics: Numerics,
+        devices: Layout,
+        placement: tuple[Array, Array] | None,
     ) -> tuple[Residual, Cache, Selection | None, Int[Array, " experts"]]:
         """Both sublayers, given what `enter("hc_attn", ...)` returned.
 
+        Args:
+          placement: slots and counts of this layer, see `ExpertPlacement`.
+
         Returns what the next layer enters with, cache, selection in force, expert load.
         """
-        y, cache, selection = self.attn(x, layout, windows, by, cache, selection, numerics)
+        y, cache, selection = self.attn(x, layout, windows, by, cache, selection, numerics, devices)
         streams, x, mix = self.enter("hc_ffn", Residual(streams, y, mix), numerics)
-        y, load = self.ffn(x, layout.valid, layout.image_mask, numerics)
+        y, load = self.ffn(x, layout.valid, layout.image_mask, numerics, devices, placement)
         return Residual(streams, y, mix), cache, selection, load

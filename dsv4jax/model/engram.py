@@ -10,6 +10,8 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.linear import linear
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_fp8, dequantize
+from sharding import Layout
+from sharding.exchange import table_rows
 
 
 class Engram(nnx.Module):
@@ -25,11 +27,11 @@ class Engram(nnx.Module):
         self.q_weight = declare_array((cfg.hc_mult, cfg.hidden_size), "BF16", (None, "embed"))
         self.k_weight = declare_array((cfg.hc_mult, cfg.hidden_size), "BF16", (None, "embed"))
 
-    def lookup(self, rows: Int[Array, "tokens columns"], dtype: DTypeLike) -> Float[Array, "tokens columns dim"]:
+    def lookup(
+        self, rows: Int[Array, "tokens columns"], dtype: DTypeLike, devices: Layout
+    ) -> Float[Array, "tokens columns dim"]:
         """Decoded table rows."""
-        table = self.embed.get_value()
-        picked = table.replace(weight=table.weight[rows])
-        return dequantize(picked.replace(scale=table.scale[rows]) if self.cfg.quantized else picked, dtype)
+        return dequantize(table_rows(devices, self.embed.get_value(), rows), dtype)
 
     def __call__(
         self,

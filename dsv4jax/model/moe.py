@@ -1,5 +1,6 @@
 """Mixture of experts: router, routed experts and the shared expert (architecture sections 5.1, 5.2)."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax, nn
@@ -10,7 +11,10 @@ from dsv4jax.linear import Activations, linear, linear_fp32
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_experts, declare_fp8
 from pallas_kernels.moe_experts import moe_experts
-from pallas_kernels.moe_experts.reference import swiglu
+from pallas_kernels.moe_experts.reference import expert_outputs, sum_of_experts, swiglu
+from sharding import Layout
+from sharding.exchange import rank_of, routed_experts
+from sharding.placement import chosen_slots
 
 
 class Router(nnx.Module):
@@ -51,13 +55,13 @@ class SharedExpert(nnx.Module):
 
     def __init__(self, cfg: ModelConfig):
         self.limit = cfg.swiglu_limit
-        self.w1 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("expert_width", "embed"))
-        self.w2 = declare_fp8(cfg, cfg.hidden_size, cfg.moe_intermediate_size, ("embed", "expert_width"))
-        self.w3 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("expert_width", "embed"))
+        self.w1 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("shared_width", "embed"))
+        self.w2 = declare_fp8(cfg, cfg.hidden_size, cfg.moe_intermediate_size, ("embed", "shared_width"))
+        self.w3 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("shared_width", "embed"))
 
-    def __call__(self, x: Activations, numerics: Numerics) -> Float[Array, "tokens hidden"]:
+    def __call__(self, x: Activations, numerics: Numerics, devices: Layout) -> Float[Array, "tokens hidden"]:
         z = swiglu(linear(x, self.w1, numerics), linear(x, self.w3, numerics), self.limit)
-        return linear(z.astype(x.values.dtype), self.w2, numerics)
+        return linear(z.astype(x.values.dtype), self.w2, numerics, devices)
 
 
 class MoE(nnx.Module):
@@ -77,17 +81,52 @@ class MoE(nnx.Module):
         valid: Bool[Array, " tokens"],
         image_mask: Bool[Array, " tokens"],
         numerics: Numerics,
+        devices: Layout,
+        placement: tuple[Array, Array] | None,
     ) -> tuple[Float[Array, "tokens hidden"], Int[Array, " experts"]]:
-        """Output, and how many valid tokens each expert got."""
+        """Output, and how many of this rank's valid tokens each expert got."""
         values = x.values
         experts, weights = self.gate(values, image_mask, self.k, self.scale)
-        names = ("packed",) if self.experts.is_packed else ("w1", "w3", "w2")
-        stacks = (getattr(self.experts, name).get_value() for name in names)
-        routed = moe_experts(values, experts, weights, valid, *stacks, limit=self.limit, numerics=numerics)
-        shared = self.shared_experts(x, numerics).astype(jnp.float32)
         count = self.gate.bias[...].shape[0]
         load = jnp.bincount(jnp.where(valid[:, None], experts, count).reshape(-1), length=count + 1)[:count]
+        routed = self._routed(values, experts, weights, valid, numerics, devices, placement)
+        shared = self.shared_experts(x, numerics, devices).astype(jnp.float32)
         return (routed + shared).astype(values.dtype), load
+
+    def _routed(
+        self,
+        x: Float[Array, "tokens hidden"],
+        experts: Int[Array, "tokens k"],
+        weights: Float[Array, "tokens k"],
+        valid: Bool[Array, " tokens"],
+        numerics: Numerics,
+        devices: Layout,
+        placement: tuple[Array, Array] | None,
+    ) -> Float[Array, "tokens hidden"]:
+        """Sum over the routed experts, wherever they are.
+
+        Between devices the plain form without `fast` exchanges each expert's contribution, so that they are summed in
+        the order of one device and no placement changes a bit; the others exchange one sum per device.
+        """
+        names = ("packed",) if self.experts.is_packed else ("w1", "w3", "w2")
+        stacks = [getattr(self.experts, name).get_value() for name in names]
+        one_by_one = devices.devices > 1 and numerics.implementation == "reference" and not numerics.fast
+        if one_by_one:
+            ascending = jnp.argsort(experts, -1)
+            experts, weights = (jnp.take_along_axis(a, ascending, -1) for a in (experts, weights))
+        if placement is not None:
+            experts = chosen_slots(*placement, experts, jnp.arange(x.shape[0]) + rank_of(devices))
+
+        def apply(x: Array, experts: Array, weights: Array, valid: Array) -> Array:
+            if one_by_one:
+                return expert_outputs(x, experts, weights, valid, *stacks, limit=self.limit, numerics=numerics)
+            return moe_experts(
+                x, experts, weights, valid, *stacks, limit=self.limit, numerics=numerics, ranks=devices.devices
+            )
+
+        local = jax.tree.leaves(stacks)[0].shape[0]
+        y = routed_experts(devices, local, apply, x, experts, weights, valid)
+        return sum_of_experts(y) if one_by_one else y
 
 
 def sqrt_softplus(x: Float[Array, "..."]) -> Float[Array, "..."]:

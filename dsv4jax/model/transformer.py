@@ -25,6 +25,8 @@ from dsv4jax.model.rope import Rotation, rotation
 from dsv4jax.model.vision import Aligner, Vision
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_dense, dequantize
+from sharding import SINGLE, ExpertPlacement, Layout
+from sharding.exchange import total_over_ranks
 
 
 class Layer(Block):
@@ -45,7 +47,7 @@ class TextOutput:
     layout: TokenLayout
     cache: Cache
     expert_load: Int[Array, "layers experts"]
-    """Valid tokens routed to each expert."""
+    """Valid tokens of all ranks routed to each expert."""
     selections: tuple[Int32[Array, "tokens topk"], ...]
     """Entries selected by each index source, ascending, -1 = none."""
     streams: tuple[Float[Array, "tokens streams hidden"], ...]
@@ -72,7 +74,16 @@ class Model(nnx.Module):
         self.aligner = Aligner(cfg)
         self.engram_token_map = declare_array((cfg.vocab_size,), "I32", ("vocab",), derived=True)
 
-    def text(self, batch: StepBatch, cache: Cache, *, decode: bool, numerics: Numerics) -> TextOutput:
+    def text(
+        self,
+        batch: StepBatch,
+        cache: Cache,
+        *,
+        decode: bool,
+        numerics: Numerics,
+        devices: Layout = SINGLE,
+        placement: ExpertPlacement | None = None,
+    ) -> TextOutput:
         """Runs the layers over one step; logits follow from `logits(output.hidden)` for the rows that need them."""
         cfg = self.cfg
         _check_fit(batch, cache, cfg, numerics)
@@ -86,8 +97,10 @@ class Model(nnx.Module):
         for i, layer in enumerate(self.layers):
             if i in cfg.engram_layer_ids:
                 row = rows[cfg.engram_layer_ids.index(i)]
-                lookup = dequantize if batch.engram_rows else layer.engram.lookup
-                values = lookup(row, numerics.dtype)
+                if batch.engram_rows:
+                    values = dequantize(row, numerics.dtype)
+                else:
+                    values = layer.engram.lookup(row, numerics.dtype, devices)
                 seen.append(residual.settled())
                 streams = layer.engram(seen[-1], values, layout.valid & ~layout.image_mask, numerics)
                 residual = settled_residual(streams, residual.mix.pre)
@@ -103,12 +116,16 @@ class Model(nnx.Module):
                     streams, x = streams[take], x.take(take)
                     mix = jax.tree.map(lambda a, take=take: a[take], mix)
             by = tables[bool(cfg.ratio(i))]
-            residual, cache, selection, load = layer(streams, x, mix, layout, windows, by, cache, selection, numerics)
+            residual, cache, selection, load = layer(
+                streams, x, mix, layout, windows, by, cache, selection, numerics, devices,
+                placement and (placement.slots[i], placement.counts[i]),
+            )  # fmt: skip
             loads.append(load)
             if i in cfg.index_source_layer_ids:
                 selections.append(selection.positions)
         hidden = self.norm(collapse(residual.settled(), residual.mix.pre))
-        return TextOutput(hidden, layout, cache, jnp.stack(loads), tuple(selections), tuple(seen))
+        load = total_over_ranks(devices, jnp.stack(loads))
+        return TextOutput(hidden, layout, cache, load, tuple(selections), tuple(seen))
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
         """The head: a true fp32 matmul."""
