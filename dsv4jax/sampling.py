@@ -267,6 +267,7 @@ def adjusted_logits(
     return jnp.where(allowed, jnp.where(seen, repeated, biased) - penalty, -jnp.inf)
 
 
+@jax.named_scope("sample")
 def sample(
     logits: Float32[Array, "requests tokens vocab"],
     state: SamplingState,

@@ -127,6 +127,7 @@ class Model(nnx.Module):
         load = total_over_ranks(devices, jnp.stack(loads))
         return TextOutput(hidden, layout, cache, load, tuple(selections), tuple(seen))
 
+    @jax.named_scope("head")
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
         """The head: a true fp32 matmul."""
         return linear_fp32(hidden, self.head)
@@ -135,6 +136,7 @@ class Model(nnx.Module):
         plain, yarn = (rotation(self.cfg, layout.positions, compressed) for compressed in (False, True))
         return (plain, yarn), tile_windows(layout, self.cfg.sliding_window)
 
+    @jax.named_scope("embed")
     def _embed(self, batch: StepBatch, numerics: Numerics) -> Float[Array, "tokens hidden"]:
         e = self.embed.get_value().weight[batch.tokens].astype(numerics.dtype)
         if batch.image_embeddings.shape[0]:
@@ -142,6 +144,7 @@ class Model(nnx.Module):
             e = jnp.where(batch.image_mask[:, None], batch.image_embeddings[rank].astype(numerics.dtype), e)
         return e
 
+    @jax.named_scope("engram")
     def _engram_rows(
         self, batch: StepBatch, layout: TokenLayout, cache: Cache, decode: bool
     ) -> tuple[tuple[Any, ...], Cache]:
