@@ -1,7 +1,7 @@
 """Fewest bytes and operations of each stage of a step, counted from shapes.
 
-Every weight is read once per step, activations once by what consumes them and written once by what makes them. What no step
-can avoid is counted and nothing else, so that the times which follow are floors.
+Every weight is read once per step, activations once by what consumes them and written once by what makes them. What no
+step can avoid is counted and nothing else, so that the times which follow are floors.
 """
 
 import collections
@@ -47,7 +47,7 @@ class Cost:
 
 
 def step_costs(cfg: ModelConfig, shape: StepShape) -> dict[str, Cost]:
-    """Cost of each stage over all layers. With few rows the experts' products are of FP8 operands, with many of BF16."""
+    """Cost of each stage over all layers; the experts' products are of FP8 operands with few rows, of BF16 with many."""
     d, width, heads, dim = cfg.hidden_size, cfg.moe_intermediate_size, cfg.num_attention_heads, cfg.head_dim
     costs: dict[str, Cost] = collections.defaultdict(Cost)
 

@@ -1,11 +1,11 @@
 """One device in the place of one rank of many, and parts of the model replaced by others to see what they are worth.
 
 **Rank emulation**: the device holds one rank's share of the experts and everything else whole, as in data-parallel
-attention with expert parallelism. In the exchange its own tokens stand for those of every rank: they are copied as often as
-there are ranks, routed with expert ids turned by one rank's experts each, and the results of all copies are summed.
-So the expert operation sees the rows that a rank receives under even routing, and device memory moves the bytes of an
-all-gather and a reduce-scatter; the links between devices are not part of it: `exchange_bytes` says what they carry.
-The result is that of a model whose ranks all hold the same experts.
+attention with expert parallelism. In the exchange its own tokens stand for those of every rank: they are copied as
+often as there are ranks, routed with expert ids turned by one rank's experts each, and the results of all copies are
+summed. So the expert operation sees the rows that a rank receives under even routing, and device memory moves the bytes
+of an all-gather and a reduce-scatter; the links between devices are not part of it: `exchange_bytes` says what they
+carry. The result is that of a model whose ranks all hold the same experts.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def replaced(module: str, name: str, value: Any) -> Iterator[None]:
 
 
 def emulated_rank(ranks: int) -> contextlib.AbstractContextManager[None]:
-    """Within it, steps are traced as one of so many ranks; see the module. Their parameters: `random_params(ranks=...)`."""
+    """Within it, steps are traced as those of one rank of many; their parameters are `random_params(ranks=...)`."""
     if ranks == 1:
         return contextlib.nullcontext()
     return replaced("dsv4jax.model.moe", "moe_experts", emulated_experts(ranks))
