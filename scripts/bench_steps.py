@@ -5,14 +5,15 @@
         --cached_prefix 32768x131072x8192 --profile benchmarks/steps --output benchmarks/steps.json
     python scripts/bench_steps.py --check_flags --output flags.json
 
-Decode runs on a cache of random records, prefill on random tokens. Times are of calls that are waited for (median) and of
-calls sent one after the other, after compilation. With `--ranks` the device emulates one rank of many: see
+Decode runs on a cache of random records, prefill on random tokens. Times are of calls sent one after the other, and of
+calls that are waited for (median), after compilation. With `--ranks` the device emulates one rank of many: see
 `dsv4jax.benchmark.emulation`; what the links between devices would take is not in the times.
 """
 
 import contextlib
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import re
@@ -61,6 +62,7 @@ from dsv4jax.steps import decode_step, forward, prefill_step
 from pallas_kernels.timing import ceilings
 
 _LAYERS = flags.DEFINE_integer("layers", 6, "Layers of the reduced released configuration, 6 to 40.")
+_MODEL = flags.DEFINE_string("model", None, "Directory with the config.json of another model, in place of these sizes.")
 _EXPERTS = flags.DEFINE_integer("experts", 384, "Routed experts per layer, of all ranks together.")
 _RANKS = flags.DEFINE_integer("ranks", 1, "Ranks of which the device emulates one.", 1)
 _ENGRAM = flags.DEFINE_integer("engram_vocab_size", 100_000, "Where the prime search for the Engram tables starts.")
@@ -68,6 +70,9 @@ _DECODE = flags.DEFINE_multi_string(
     "decode", ["1x1x4096", "8x1x4096", "64x1x4096", "8x1x32768"], "requests x tokens per request x context."
 )
 _PREFILL = flags.DEFINE_multi_string("prefill", ["512", "2048"], "Tokens of a step, or tokens x cached tokens.")
+_REPLAY = flags.DEFINE_multi_enum(
+    "replay", ["exact", "bounded"], ["exact", "bounded"], "Decoder layers over the prompt: all of it, or its end."
+)
 _CACHED_PREFIX = flags.DEFINE_string(
     "cached_prefix", None, "new tokens x cached tokens x chunk: prefill with each improvement alone and all together."
 )
@@ -82,7 +87,7 @@ _REPEATS = flags.DEFINE_integer("repeats", 7, "Timed calls per point.", lower_bo
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
 
 
-def sizes(flag: str, text: str, counts: tuple[int, ...]) -> list[int]:
+def numbers_of(flag: str, text: str, counts: tuple[int, ...]) -> list[int]:
     """The numbers of `text`, which are separated by x and as many as one of `counts` says."""
     numbers = text.split("x")
     if len(numbers) not in counts or not all(number.isdecimal() and int(number) for number in numbers):
@@ -150,17 +155,16 @@ def run_cases(
 def cached_prefix(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[dict]:
     """Prefill behind a cached prefix: seconds of all chunks, for each of three improvements alone and together.
 
-    The decoder half on the end of the prompt only; Engram tables on the device instead of host memory; `topk` instead of
-    XLA's sort.
+    The decoder half on the end of the prompt only; Engram tables on the device instead of host memory; `topk` instead
+    of XLA's sort.
     """
-    new, cached, chunk = sizes("cached_prefix", _CACHED_PREFIX.value, (3,))
+    new, cached, chunk = numbers_of("cached_prefix", _CACHED_PREFIX.value, (3,))
     pages = ceil_div(cached + new, PAGE)
     cache_cfg = CacheConfig(slots=1, pages=pages, page_size=PAGE)
     chunks = prefill_chunks(cfg, new, cached, chunk)
     token_map = np.asarray(params["engram_token_map"])
     host, host_tables = _without_tables(params, cfg), RandomHostTables(cfg)
-    setups = [(False,) * 3, *itertools.product((False, True), repeat=3)]
-    setups = [s for i, s in enumerate(setups) if i and sum(s) in (0, 1, 3)]
+    setups = [on for on in itertools.product((False, True), repeat=3) if sum(on) in (0, 1, 3)]
 
     def batches(decoder_cut, on_device):
         bucket = prefill_bucket(min(chunk, new), pages, "bounded" if decoder_cut else "exact")
@@ -194,11 +198,8 @@ def cached_prefix(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[
                 "tokens_per_second": new / seconds,
             }
         )
-        names = [
-            name
-            for name, on in zip(("decoder cut", "tables on device", "own top-k"), (decoder_cut, on_device, own_topk))
-            if on
-        ]
+        switches = {"decoder cut": decoder_cut, "tables on device": on_device, "own top-k": own_topk}
+        names = [name for name, on in switches.items() if on]
         gain = records[0]["seconds"] / seconds - 1
         print(f"{new} behind {cached}: {' + '.join(names) or 'none':<44}{new / seconds:>10.0f} tokens/s {gain:+.1%}")
     return records
@@ -226,17 +227,15 @@ def check_flags(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[di
                 (programs[name],) = compile_all([lowered], options)
             except jax.errors.JaxRuntimeError as error:
                 unknown[name] = str(error).splitlines()[0]
-        equal = compare_programs(
-            programs, params, case.batch, lambda case=case: random_cache(cfg, case.cache_cfg, numerics)
-        )
+        make_cache = functools.partial(random_cache, cfg, case.cache_cfg, numerics)
+        equal = compare_programs(programs, params, case.batch, make_cache)
         for name in VARIANTS:
             record = {"step": case.name, "flags": name}
             if name in unknown:
                 record["unknown"] = unknown[name]
                 print(f"{case.name:<32}{name:<24}not known to this XLA: {unknown[name]}", flush=True)
             else:
-                cache = random_cache(cfg, case.cache_cfg, numerics)
-                _, sent = time_step(programs[name], params, cache, case.batch, _REPEATS.value)
+                _, sent = time_step(programs[name], params, make_cache(), case.batch, _REPEATS.value)
                 record |= {"equal": equal[name], "milliseconds": sent * 1e3}
                 same = "same bits" if equal[name] else "DIFFERENT"
                 print(f"{case.name:<32}{name:<24}{sent * 1e3:>10.2f} ms  {same}", flush=True)
@@ -275,8 +274,8 @@ def measure(cfg: ModelConfig) -> dict:
     numerics, why = with_implementation(
         FAST if _NUMERICS.value == "fast" else REFERENCE, _IMPLEMENTATION.value, cfg, PAGE
     )
-    decode = [sizes("decode", text, (3,)) for text in _DECODE.value]
-    prefill = [sizes("prefill", text, (1, 2)) for text in _PREFILL.value]
+    decode = [numbers_of("decode", text, (3,)) for text in _DECODE.value]
+    prefill = [numbers_of("prefill", text, (1, 2)) for text in _PREFILL.value]
     ranks = _RANKS.value
     begin = time.perf_counter()
     params = jax.block_until_ready(random_params(cfg, numerics, ranks))
@@ -294,12 +293,9 @@ def measure(cfg: ModelConfig) -> dict:
         "drawing_seconds": seconds,
         "ceilings": measured_ceilings(),
     }
-    print(
-        f"{numerics.implementation}{f' ({why})' if why else ''}, {report['parameter_bytes'] / 2**30:.1f} GiB drawn in"
-    )
-    print(
-        f"{seconds:.1f} s; " + ", ".join(f"{k} {v / 1e12:.2f} T/s" for k, v in report["ceilings"].items()), flush=True
-    )
+    print(f"{numerics.implementation}{f' ({why})' if why else ''}")
+    print(f"{report['parameter_bytes'] / 2**30:.1f} GiB drawn in {seconds:.1f} s")
+    print(", ".join(f"{name} {rate / 1e12:.2f} T/s" for name, rate in report["ceilings"].items()), flush=True)
     if _CHECK_FLAGS.value:
         return report | {"flags": check_flags(params, cfg, numerics)}
     if ranks > 1:
@@ -314,7 +310,7 @@ def measure(cfg: ModelConfig) -> dict:
     cases += [
         prefill_case(cfg, numbers[0], sum(numbers[1:]), replay, ranks)
         for numbers in prefill
-        for replay in ("exact", "bounded")
+        for replay in _REPLAY.value
     ]
     report["steps"] = run_cases(cases, params, cfg, numerics, report["ceilings"])
     if _CACHED_PREFIX.value:
@@ -325,12 +321,11 @@ def measure(cfg: ModelConfig) -> dict:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    cfg = reduced_config(
-        _LAYERS.value,
-        n_routed_experts=_EXPERTS.value,
-        engram_vocab_size=_ENGRAM.value,
-        dspark_n_routed_experts=8,
-    )
+    if _MODEL.value:
+        cfg = ModelConfig.from_checkpoint(_MODEL.value)
+    else:
+        sizes = {"n_routed_experts": _EXPERTS.value, "engram_vocab_size": _ENGRAM.value, "dspark_n_routed_experts": 8}
+        cfg = reduced_config(_LAYERS.value, **sizes)
     Path(_OUTPUT.value).write_text(json.dumps(measure(cfg), indent=1) + "\n", encoding="utf-8")
 
 

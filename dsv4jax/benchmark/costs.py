@@ -47,7 +47,7 @@ class Cost:
 
 
 def step_costs(cfg: ModelConfig, shape: StepShape) -> dict[str, Cost]:
-    """Cost of each stage over all layers; the experts' products are of FP8 operands with few rows, of BF16 with many."""
+    """Cost of each stage over all layers; experts multiply FP8 operands for few rows, BF16 for many."""
     d, width, heads, dim = cfg.hidden_size, cfg.moe_intermediate_size, cfg.num_attention_heads, cfg.head_dim
     costs: dict[str, Cost] = collections.defaultdict(Cost)
 
