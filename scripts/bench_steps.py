@@ -1,8 +1,8 @@
 """Times the real step functions with random weights at released widths, beside ceilings measured in the same run.
 
     python scripts/bench_steps.py --layers 6 --output benchmarks/steps.json
-    python scripts/bench_steps.py --layers 40 --ranks 8 --decode 16x6x131072 --decode 16x6x875520 --prefill 8192 \
-        --cached_prefix 32768x131072x8192 --profile benchmarks/steps --output benchmarks/steps.json
+    python scripts/bench_steps.py --layers 40 --ranks 8 --decode 16x6x131072,16x6x875520 --prefill 8192 \
+        --replay bounded --cached_prefix 32768x131072x8192 --profile benchmarks/steps --output benchmarks/steps.json
     python scripts/bench_steps.py --check_flags --output flags.json
 
 Decode runs on a cache of random records, prefill on random tokens. Times are of calls sent one after the other, and of
@@ -66,10 +66,10 @@ _MODEL = flags.DEFINE_string("model", None, "Directory with the config.json of a
 _EXPERTS = flags.DEFINE_integer("experts", 384, "Routed experts per layer, of all ranks together.")
 _RANKS = flags.DEFINE_integer("ranks", 1, "Ranks of which the device emulates one.", 1)
 _ENGRAM = flags.DEFINE_integer("engram_vocab_size", 100_000, "Where the prime search for the Engram tables starts.")
-_DECODE = flags.DEFINE_multi_string(
-    "decode", ["1x1x4096", "8x1x4096", "64x1x4096", "8x1x32768"], "requests x tokens per request x context."
+_DECODE = flags.DEFINE_list(
+    "decode", ["1x1x4096", "8x1x4096", "64x1x4096", "8x1x32768"], "Steps: requests x tokens per request x context."
 )
-_PREFILL = flags.DEFINE_multi_string("prefill", ["512", "2048"], "Tokens of a step, or tokens x cached tokens.")
+_PREFILL = flags.DEFINE_list("prefill", ["512", "2048"], "Steps: tokens, or tokens x cached tokens.")
 _REPLAY = flags.DEFINE_multi_enum(
     "replay", ["exact", "bounded"], ["exact", "bounded"], "Decoder layers over the prompt: all of it, or its end."
 )

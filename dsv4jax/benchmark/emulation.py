@@ -55,11 +55,11 @@ def emulated_experts(ranks: int) -> Callable[..., Array]:
             turns = local * jnp.arange(ranks)[:, None, None]
             experts = ((experts + turns) % (ranks * local)).reshape(-1, experts.shape[1])
             rows = [jnp.broadcast_to(a, (ranks, *a.shape)).reshape(-1, *a.shape[1:]) for a in (x, weights, valid)]
-            # Without it XLA would leave the copies out.
+            # Like an exchange, it is no part of what comes before and after; XLA would leave the copies out.
             x, weights, valid, experts = lax.optimization_barrier((*rows, experts))
         y = moe_experts(x, experts, weights, valid, *stacks, **(options | {"ranks": ranks}))
         with jax.named_scope("combine"):
-            return jnp.sum(y.reshape(ranks, -1, *y.shape[1:]), 0)
+            return lax.optimization_barrier(jnp.sum(y.reshape(ranks, -1, *y.shape[1:]), 0))
 
     return run
 

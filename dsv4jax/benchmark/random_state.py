@@ -39,24 +39,24 @@ def random_params(cfg: ModelConfig, numerics: Numerics, ranks: int = 1) -> Param
             shape = (shape[0] // ranks, *shape[1:])
         inputs = shape[-1] * {"F8_E8M0": BLOCK, "I8": 2}.get(spec.stored, 1)
         exponent = 127 + round(math.log2(inputs**-0.5 / (3 if experts else 64)))
-        value = _draw(jax.random.key(i), shape, spec.stored, exponent)
-        if spec.stored in ("BF16", "F32"):
-            one = "norm" in name or name.endswith(("q_weight", "k_weight"))
-            value = (1 + 0.2 * value if one else value * inputs**-0.5).astype(spec.dtype)
-        leaves.append(value)
+        one = "norm" in name or name.endswith(("q_weight", "k_weight"))
+        mean, deviation = (1, 0.2) if one else (0, inputs**-0.5)
+        leaves.append(_draw(jax.random.key(i, impl="rbg"), shape, spec.stored, spec.dtype, exponent, mean, deviation))
     params = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     return pack_params(params) if numerics.implementation == "pallas" else params
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw(key, shape, stored, exponent):
+@functools.partial(jax.jit, static_argnames=("shape", "stored", "dtype"))
+def _draw(key, shape, stored, dtype, exponent, mean, deviation):
+    """Codes of any value, scales around 2^(exponent - 127), or normal numbers."""
     if stored == "I8":
         return jax.random.bits(key, shape, jnp.uint8)
     if stored == "F8_E8M0":
-        return jax.random.randint(key, shape, exponent - 1, exponent + 2).astype(jnp.uint8)
+        return (exponent - 1 + jax.random.bits(key, shape, jnp.uint8) % 3).astype(jnp.uint8)
+    normal = jax.random.normal(key, shape, jnp.bfloat16)
     if stored == "F8_E4M3":
-        return (jax.random.normal(key, shape, jnp.bfloat16) * 64).astype(jnp.float8_e4m3fn)
-    return jax.random.normal(key, shape, jnp.bfloat16)
+        return (normal * 64).astype(jnp.float8_e4m3fn)
+    return (mean + deviation * normal).astype(dtype)
 
 
 def random_cache(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics) -> Cache:
