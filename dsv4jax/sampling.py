@@ -269,6 +269,7 @@ def adjusted_logits(
     return jnp.where(may_follow, jnp.where(seen, repeated, biased) - penalty, -jnp.inf)
 
 
+@jax.named_scope("sample")
 def sample(
     logits: Float32[Array, "requests tokens vocab"],
     state: SamplingState,

@@ -34,13 +34,13 @@ from dsv4jax.sampling import (
     sample,
     sampling_params,
 )
+from dsv4jax.step_flags import STEP_OPTIONS
 from sharding import SINGLE, ExpertPlacement, Layout
 
 _TILE = 32
 _step = functools.partial(
     jax.jit,
-    # By default XLA drops a rounding to a narrow type that is followed by a widening: these are part of the model.
-    compiler_options={"xla_allow_excess_precision": False},
+    compiler_options=dict(STEP_OPTIONS),
 )
 
 

@@ -31,7 +31,9 @@ from dsv4jax.engine.programs import Programs, make_buckets
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.scheduler_config import SchedulerConfig
-from dsv4jax.numerics import FAST, REFERENCE
+from dsv4jax.implementation import with_implementation
+from dsv4jax.numerics import FAST, REFERENCE, Numerics
+from dsv4jax.packing import pack_params
 from dsv4jax.quant import ceil_div
 from dsv4jax.server.app import Profiler, create_app
 from dsv4jax.server.config import ServerConfig
@@ -60,6 +62,9 @@ _DECODE_EVERY = flags.DEFINE_integer("decode_every", 1, "Decode in every n-th st
 _MAX_WAITING = flags.DEFINE_integer("max_waiting", 2048, "Waiting requests beyond which new ones get 429.", 1)
 _MAX_WAITING_TOKENS = flags.DEFINE_integer("max_waiting_tokens", 8_000_000, "The same for their tokens.", 1)
 _NUMERICS = flags.DEFINE_enum("numerics", "reference", ["reference", "fast"], "Where to round.")
+_IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
+)
 _REPLAY = flags.DEFINE_enum(
     "replay", "bounded", ["exact", "bounded"], "Decoder layers over prompts and window keys after a prefix hit."
 )
@@ -110,11 +115,19 @@ def _sizes(flag: flags.FlagHolder, default: list[int]) -> list[int]:
     return sizes
 
 
-def _engine(model: Path, cfg: ModelConfig, tokenizer: Tokenizer, name: str) -> tuple[AsyncEngine, PrometheusObserver]:
+def _numerics(cfg: ModelConfig) -> Numerics:
+    numerics = FAST if _NUMERICS.value == "fast" else REFERENCE
+    numerics, why = with_implementation(numerics, _IMPLEMENTATION.value, cfg, _PAGE_SIZE.value)
+    logging.info("implementation: %s", f"{numerics.implementation}: {why}" if why else numerics.implementation)
+    return numerics
+
+
+def _engine(
+    model: Path, cfg: ModelConfig, numerics: Numerics, tokenizer: Tokenizer, name: str
+) -> tuple[AsyncEngine, PrometheusObserver]:
     """Plans memory, compiles, loads and starts; ready for requests."""
     deterministic = _DETERMINISTIC.value
     replay = "exact" if deterministic else _REPLAY.value
-    numerics = FAST if _NUMERICS.value == "fast" else REFERENCE
     # The embedded model starts small, so that a laptop compiles it in a minute.
     length = _MAX_MODEL_LEN.value or min(cfg.max_position_embeddings, 16384 if _MODEL.value else 4096)
     if length > cfg.max_position_embeddings:
@@ -181,6 +194,8 @@ def _engine(model: Path, cfg: ModelConfig, tokenizer: Tokenizer, name: str) -> t
     plan.require()
 
     params = load_params(model, cfg, tables_on_device=on_device)
+    if numerics.implementation == "pallas":
+        params = pack_params(params)
     usable = min(tokenizer.vocab_size, cfg.vocab_size)
     executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value)
     executor.warm_up()
@@ -226,10 +241,11 @@ def _run() -> None:
     cfg = ModelConfig.from_checkpoint(model)
     tokenizer = Tokenizer.from_checkpoint(model)
     names = tuple(_SERVED_NAMES.value) or (model.resolve().name,)
+    numerics = _numerics(cfg)
     with listening(config) as listener:
         with loading(config, listener):
-            engine, observer = _engine(model, cfg, tokenizer, names[0])
-            application = _app(config, engine, observer, model, cfg, tokenizer, names)
+            engine, observer = _engine(model, cfg, numerics, tokenizer, names[0])
+            application = _app(config, engine, observer, model, cfg, numerics, tokenizer, names)
         print(f"ready {time.perf_counter() - begin:.1f} s after the start: {names[0]} at {_UDS.value or _HOST.value}")
         serve(application, listener)
 
@@ -240,10 +256,11 @@ def _app(
     observer: PrometheusObserver,
     model: Path,
     cfg: ModelConfig,
+    numerics: Numerics,
     tokenizer: Tokenizer,
     names: tuple[str, ...],
 ) -> FastAPI:
-    fingerprint = hashlib.sha256(f"{dsv4jax.__version__} {jax.__version__} {cfg} {_NUMERICS.value}".encode())
+    fingerprint = hashlib.sha256(f"{dsv4jax.__version__} {jax.__version__} {cfg} {numerics}".encode())
     context = ServerContext(
         engine=engine,
         tokenizer=tokenizer,

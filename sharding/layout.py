@@ -113,6 +113,13 @@ class Layout:
         )
         return mapped(params, *by_rank)
 
+    def map_spread(self, function: Callable[..., Any], *arrays: Any) -> Any:
+        """`function` of each device's part of arrays that are spread along axis 0, as are the results."""
+        if self.mesh is None:
+            return function(*arrays)
+        spread = PartitionSpec(RANK_AXIS)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=spread, out_specs=spread, check_vma=False)(*arrays)
+
 
 SINGLE = Layout()
 """One device: JAX's default one."""

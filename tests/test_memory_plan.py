@@ -7,6 +7,7 @@ import pytest
 
 import dsv4jax
 from dsv4jax.cache import CacheConfig
+from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine import memory_plan as module
 from dsv4jax.engine.memory_plan import memory_plan, pages_that_fit
@@ -52,3 +53,18 @@ def test_the_table_names_every_purpose_and_what_is_unknown(cfg, monkeypatch):
     names = [line.split()[0] for line in table.splitlines()]
     assert names == ["weights", "tables", "pages", "windows", "sampling", "workspace", "total"]
     assert "known after compiling" in table and "(unknown)" in table
+
+
+def test_packing_for_kernels_counts_before_the_cache_exists_and_not_beside_it(monkeypatch):
+    set_free(monkeypatch, None)
+    released = reduced_config(6, n_routed_experts=8, engram_vocab_size=1000, dspark_n_routed_experts=8)
+    pallas = dataclasses.replace(REFERENCE, implementation="pallas")
+    plain, packed = (memory_plan(released, CACHE, numerics) for numerics in (REFERENCE, pallas))
+    experts = 8 * 3 * 5120 * 2304 * 17 // 32
+    assert plain.packing == 0 and packed.packing > experts
+    assert packed.total == packed.weights + packed.tables + packed.packing
+    assert "packing" in packed.table() and "packing" not in plain.table()
+    # As many bytes of experts; their tops, and projections in three parts of bfloat16 instead of one of float32.
+    assert plain.weights < packed.weights < 1.01 * plain.weights
+    many = memory_plan(released, dataclasses.replace(CACHE, pages=100_000), pallas)
+    assert many.total == many.weights + many.tables + many.pages + many.windows + many.sampling > packed.total

@@ -241,6 +241,7 @@ def test_flags_that_contradict_each_other_are_refused_before_anything_is_compile
         ("--decode_requests=",): "--decode_requests=: must hold at least one number",
         ("--decode_requests=0",): "--decode_requests: 0 must be at least 1",
         ("--page_size=63",): "page_size = 63: must be a multiple of 2",
+        ("--implementation=pallas",): 'implementation = "pallas": the device is cpu: must be a Hopper GPU',
     }
     seen = up_to_compiling(*((flags, None) for flags in refusals))
     for message, error in zip(refusals.values(), seen, strict=True):

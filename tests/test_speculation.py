@@ -411,7 +411,9 @@ def test_the_number_of_drafts_follows_costs_and_limits(tiny, undrafted):
         start = int(server.cache.drafts.positions[1])
         assert int(server.cache.sampling.next_tokens[1]) == known[1, start]
         if "end" not in options:
-            server.cache = server.cache.replace(drafts=server.cache.drafts.replace(positions=server.cache.drafts.positions))
+            server.cache = server.cache.replace(
+                drafts=server.cache.drafts.replace(positions=server.cache.drafts.positions)
+            )
 
 
 def test_masks_of_positions_end_the_accepted_drafts(tiny, undrafted):

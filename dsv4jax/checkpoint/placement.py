@@ -1,52 +1,25 @@
 """Placing parameters on devices, a few leaves at a time."""
 
 import concurrent.futures
-import dataclasses
 import heapq
 import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 from tqdm import tqdm
 
 from dsv4jax.checkpoint.memory import available_device_memory, available_host_memory, require_memory
-from dsv4jax.params import Params, named_leaves
+from dsv4jax.params import Params, in_memory, leaf_shardings, named_leaves
 from dsv4jax.weights import ArraySpec
-from sharding import Layout, padded_shape, sharding_for
+from sharding import Layout
 
 Index = tuple[slice, ...]
 ReadLeaf = Callable[[str, Index], np.ndarray]
 
 LEAVES_IN_FLIGHT = 4
 """Leaves that are being read and transferred at the same time."""
-
-
-def leaf_shardings(abstract: Params, layout: Layout) -> dict[str, Sharding]:
-    """The sharding of every leaf; all on JAX's default device when the layout has no mesh.
-
-    Raises:
-      ValueError: a leaf cannot be sharded by the layout's rules (see `sharding_for`).
-    """
-    if layout.mesh is None:
-        # The default device as JAX sees it in this thread, whichever way it was set.
-        (device,) = jnp.zeros((), jnp.int8).devices()
-        return {name: SingleDeviceSharding(device) for name, _ in named_leaves(abstract)}
-    rules, mesh = layout.rules, layout.mesh
-    return {
-        name: sharding_for(spec.axes, rules, mesh, name=name, shape=spec.shape) for name, spec in named_leaves(abstract)
-    }
-
-
-def in_memory(abstract: Params, layout: Layout) -> Params:
-    """The specs with the shapes that leaves have on the devices of a layout, see `padded_shape`."""
-
-    def padded(spec: ArraySpec) -> ArraySpec:
-        return dataclasses.replace(spec, shape=padded_shape(spec.axes, spec.shape, layout.rules, layout.mesh))
-
-    return jax.tree.map(padded, abstract, is_leaf=lambda x: isinstance(x, ArraySpec))
 
 
 def check_memory(abstract: Params, shardings: dict[str, Sharding]) -> None:

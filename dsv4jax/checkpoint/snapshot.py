@@ -15,11 +15,19 @@ from tqdm import tqdm
 
 from dsv4jax.checkpoint.files import atomic_directory, companion_files, write_synced
 from dsv4jax.checkpoint.load import stream_params
-from dsv4jax.checkpoint.placement import check_memory, in_memory, leaf_shardings
+from dsv4jax.checkpoint.placement import check_memory
 from dsv4jax.checkpoint.safetensors import write_checkpoint
 from dsv4jax.checkpoint.values import convert_exactly
 from dsv4jax.config import ModelConfig
-from dsv4jax.params import Params, abstract_params, checkpoint_inventory, named_leaves, tensor_names
+from dsv4jax.params import (
+    Params,
+    abstract_params,
+    checkpoint_inventory,
+    in_memory,
+    leaf_shardings,
+    named_leaves,
+    tensor_names,
+)
 from dsv4jax.weights import STORED_DTYPES, ArraySpec
 from sharding import SINGLE, Layout
 

@@ -12,7 +12,7 @@ from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.checkpoint.memory import available_device_memory, available_host_memory, require_memory
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
-from dsv4jax.params import abstract_params, named_leaves
+from dsv4jax.packing import packing_bytes, param_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +29,23 @@ class MemoryPlan:
     """Per slot: counts, masks and biases over the vocabulary."""
     workspace: int | None
     """Temporary memory of the largest program; None until the programs are compiled."""
+    packing: int
+    """While weights are packed for kernels, before pages and all that follows them exist; 0 without kernels."""
     free: int | None
     fraction: float
     """Share of the free memory that may be used."""
 
     @property
     def total(self) -> int:
-        """Bytes of all purposes."""
-        return self.weights + self.tables + self.pages + self.windows + self.sampling + (self.workspace or 0)
+        """The most bytes at a time."""
+        running = self.pages + self.windows + self.sampling + (self.workspace or 0)
+        return self.weights + self.tables + max(running, self.packing)
 
     def table(self) -> str:
         """The plan as text, one purpose per line."""
-        names = ("weights", "tables", "pages", "windows", "sampling", "workspace")
+        names = ["weights", "tables", "pages", "windows", "sampling", "workspace"]
+        if self.packing:
+            names.append("packing")
         lines = []
         for name in names:
             value = getattr(self, name)
@@ -67,8 +72,9 @@ def memory_plan(
     fraction: float = 0.9,
 ) -> MemoryPlan:
     """The plan of an engine on the default device, which is free of its parts still."""
-    everything = _spec_bytes(abstract_params(cfg))
-    without_tables = _spec_bytes(abstract_params(cfg, tables_on_device=False))
+    everything, without_tables = (
+        _array_bytes(param_shapes(cfg, numerics, tables_on_device=tables)) for tables in (True, False)
+    )
     cache = jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics))
     per_slot = (cache.windows, cache.open_groups, cache.draft_windows, cache.ngram_ids)
     (device,) = jnp.zeros((), jnp.int8).devices()
@@ -80,6 +86,7 @@ def memory_plan(
         windows=_array_bytes(per_slot),
         sampling=_array_bytes(cache.sampling),
         workspace=workspace,
+        packing=packing_bytes(cfg) if numerics.implementation == "pallas" else 0,
         free=available_host_memory() if free is None else free,
         fraction=fraction,
     )
@@ -95,12 +102,9 @@ def pages_that_fit(
     plan = memory_plan(cfg, cache_cfg, numerics, **options)
     if plan.free is None:
         return None
-    left = int(plan.free * plan.fraction) - (plan.total - plan.pages) - spare
+    others = plan.weights + plan.tables + plan.windows + plan.sampling + (plan.workspace or 0)
+    left = int(plan.free * plan.fraction) - others - spare
     return max(0, left // (plan.pages // cache_cfg.pages))
-
-
-def _spec_bytes(params: dict[str, Any]) -> int:
-    return sum(math.prod(spec.shape) * spec.dtype.itemsize for _, spec in named_leaves(params))
 
 
 def _array_bytes(tree: Any) -> int:

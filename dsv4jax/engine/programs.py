@@ -22,10 +22,10 @@ from dsv4jax.batch import (
     with_engram_rows,
 )
 from dsv4jax.cache import Cache, CacheConfig, init_cache
-from dsv4jax.checkpoint.placement import in_memory, leaf_shardings
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
-from dsv4jax.params import Params, abstract_params, named_leaves
+from dsv4jax.packing import param_shapes
+from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling import request_rows
 from dsv4jax.steps import decode_step, prefill_step, set_allowed_tokens, start_request
@@ -129,12 +129,12 @@ class Programs:
           cache_cfg, buckets: of one rank.
           layout: devices, and how they share the work.
           tables, token_map: Engram tables on the host, and `params["engram_token_map"]` for them.
-          params: parameters whose shapes to compile for; None for those of a checkpoint.
+          params: parameters whose shapes to compile for; None for those of a checkpoint, packed if `numerics` want it.
         """
         self.cfg, self.cache_cfg, self.buckets, self.numerics = cfg, cache_cfg, buckets, numerics
         self.layout, self.tables, self._token_map = layout, tables, token_map
         if params is None:
-            params = _param_shapes(abstract_params(cfg, tables_on_device=tables is None), layout)
+            params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None)
         cache = _shapes(jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics, layout)), layout)
         self._nothing = {b: self.with_rows(prefill_batch(cfg, cache_cfg, [], b)) for b in buckets.prefill}
         self._nothing |= {b: self.with_rows(decode_batch(cfg, cache_cfg, [], b)) for b in buckets.decode}
@@ -143,16 +143,18 @@ class Programs:
         for bucket, batch in self._nothing.items():
             step = prefill_step if isinstance(bucket, PrefillBucket) else decode_step
             batches = _shapes(concatenate_batches([batch] * layout.ranks), layout)
-            jobs[bucket] = functools.partial(_compile, step, params, cache, batches, **static)
+            jobs[bucket] = functools.partial(step.lower, params, cache, batches, **static)
         row = np.int32(0), *request_rows(np.zeros(1, np.int32), (), {}, cfg.vocab_size), np.int32(1)
         start = _shapes(self.start_rows([row] * layout.ranks), layout)
-        jobs["start"] = functools.partial(_compile, start_request, cache, *start, layout=layout)
+        jobs["start"] = functools.partial(start_request.lower, cache, *start, layout=layout)
         words = ceil_div(cfg.vocab_size, 32)
         for n in buckets.masks:
             rows = np.zeros(layout.ranks * n, np.int32), np.zeros((layout.ranks * n, words), np.uint32)
-            jobs[n] = functools.partial(_compile, set_allowed_tokens, cache, *_shapes(rows, layout), layout=layout)
+            jobs[n] = functools.partial(set_allowed_tokens.lower, cache, *_shapes(rows, layout), layout=layout)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            futures = {key: pool.submit(job) for key, job in jobs.items()}
+            # Lowered one after the other: kernels carry numbers in the order of their lowering, and a persistent
+            # cache finds a program again only if these are the same.
+            futures = {key: pool.submit(job().compile) for key, job in jobs.items()}
             waiting = tqdm(futures.items(), desc="compiling", unit="program", disable=not progress)
             self._compiled = {key: future.result() for key, future in waiting}
         analyses = [program.memory_analysis() for program in self._compiled.values()]
@@ -184,20 +186,6 @@ class Programs:
         return batch if self.tables is None else with_engram_rows(self.cfg, batch, self._token_map, self.tables)
 
 
-def _compile(function: Any, *args: Any, **static: Any) -> Any:
-    return function.lower(*args, **static).compile()
-
-
 def _shapes(arrays: Any, layout: Layout) -> Any:
     """Shapes of arrays that hold the parts of all ranks along axis 0."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.by_rank), arrays)
-
-
-def _param_shapes(abstract: Params, layout: Layout) -> Params:
-    padded = in_memory(abstract, layout)
-    shardings = leaf_shardings(padded, layout)
-    leaves = [
-        jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if layout.mesh is None else shardings[name])
-        for name, spec in named_leaves(padded)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)

@@ -56,6 +56,7 @@ class Attention(nnx.Module):
         """Key and value of each token, before quantisation (3.2)."""
         return rotate(self.kv_norm(linear(x, self.wkv, numerics)), by)
 
+    @jax.named_scope("compress")
     def store_entries(
         self, x: Float[Array, "tokens hidden"], layout: TokenLayout, cache: Cache, numerics: Numerics
     ) -> Cache:
@@ -80,6 +81,7 @@ class Attention(nnx.Module):
             ),
         )
 
+    @jax.named_scope("attention_input")
     def __call__(
         self,
         x: Activations,
@@ -109,6 +111,7 @@ class Attention(nnx.Module):
         cache = cache.replace(windows=replace_at(cache.windows, self.layer, ring))
         return self.project(o, numerics, devices), cache, selection
 
+    @jax.named_scope("sparse_attention")
     def attend(
         self,
         q: Float[Array, "tokens heads dim"],
@@ -136,6 +139,7 @@ class Attention(nnx.Module):
             implementation=numerics.implementation,
         )
 
+    @jax.named_scope("attention_output")
     def project(
         self, o: Float[Array, "tokens heads dim"], numerics: Numerics, devices: Layout
     ) -> Float[Array, "tokens hidden"]:

@@ -1,5 +1,6 @@
 """One transformer layer: two sublayers between hyper-connection sites (architecture section 2.1)."""
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -43,6 +44,7 @@ class Block(nnx.Module):
         fn, base, scale = (getattr(self, f"{site}_{part}")[...] for part in ("fn", "base", "scale"))
         return predict_mix(streams, fn, base, scale, self.cfg)
 
+    @jax.named_scope("hyper_connections")
     def enter(
         self, site: str, residual: Residual, numerics: Numerics
     ) -> tuple[Float[Array, "tokens streams hidden"], Activations, Mix]:

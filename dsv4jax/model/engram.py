@@ -1,5 +1,6 @@
 """Engram: hashed n-gram embeddings injected into the residual streams (architecture section 6.4)."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax, nn
@@ -27,12 +28,14 @@ class Engram(nnx.Module):
         self.q_weight = declare_array((cfg.hc_mult, cfg.hidden_size), "BF16", (None, "embed"))
         self.k_weight = declare_array((cfg.hc_mult, cfg.hidden_size), "BF16", (None, "embed"))
 
+    @jax.named_scope("engram")
     def lookup(
         self, rows: Int[Array, "tokens columns"], dtype: DTypeLike, devices: Layout = SINGLE
     ) -> Float[Array, "tokens columns dim"]:
         """Decoded table rows."""
         return dequantize(table_rows(devices, self.embed.get_value(), rows), dtype)
 
+    @jax.named_scope("engram")
     def __call__(
         self,
         streams: Float[Array, "tokens streams hidden"],

@@ -26,6 +26,7 @@ class Router(nnx.Module):
         self.bias = declare_array((experts,), "F32", (None,))
         self.bias_vl = declare_array((experts,), "F32", (None,))
 
+    @jax.named_scope("router")
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],
@@ -65,6 +66,7 @@ class SharedExpert(nnx.Module):
         self.w2 = declare_fp8(cfg, cfg.hidden_size, cfg.moe_intermediate_size, ("embed", "shared_width"))
         self.w3 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("shared_width", "embed"))
 
+    @jax.named_scope("shared_expert")
     def __call__(self, x: Activations, numerics: Numerics, devices: Layout = SINGLE) -> Float[Array, "tokens hidden"]:
         z = swiglu(linear(x, self.w1, numerics), linear(x, self.w3, numerics), self.limit)
         return linear(z.astype(x.values.dtype), self.w2, numerics, devices)
@@ -81,6 +83,7 @@ class MoE(nnx.Module):
         self.experts = Experts(experts, cfg, packed)
         self.shared_experts = SharedExpert(cfg)
 
+    @jax.named_scope("experts")
     def __call__(
         self,
         x: Activations,

@@ -141,6 +141,7 @@ class Model(nnx.Module):
         """The rows of token ids."""
         return self.embed.get_value().weight[tokens].astype(numerics.dtype)
 
+    @jax.named_scope("head")
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
         """The head: a true fp32 matmul."""
         return linear_fp32(hidden, self.head)
@@ -149,6 +150,7 @@ class Model(nnx.Module):
         plain, yarn = (rotation(self.cfg, layout.positions, compressed) for compressed in (False, True))
         return (plain, yarn), tile_windows(layout, self.cfg.sliding_window)
 
+    @jax.named_scope("embed")
     def _embed(self, batch: StepBatch, numerics: Numerics) -> Float[Array, "tokens hidden"]:
         e = self.embedding(batch.tokens, numerics)
         if batch.image_embeddings.shape[0]:
@@ -156,6 +158,7 @@ class Model(nnx.Module):
             e = jnp.where(batch.image_mask[:, None], batch.image_embeddings[rank].astype(numerics.dtype), e)
         return e
 
+    @jax.named_scope("engram")
     def _engram_rows(
         self, batch: StepBatch, layout: TokenLayout, cache: Cache, decode: bool
     ) -> tuple[tuple[Any, ...], Cache]:

@@ -6,6 +6,8 @@ are powers of two, so the only roundings are those of the sums. Where a tile of 
 idle, several blocks share it: each writes its sums to device memory and the last to arrive adds them in a fixed order.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -37,6 +39,7 @@ def obstacle(rows: int, groups: int, out: int, inner: int, plan: Plan) -> str | 
     return None
 
 
+@functools.partial(jax.jit, static_argnames="plan")
 def fp8_matmul(
     x: Float[Array, "rows all_inner"],
     x_scale: Float32[Array, "groups rows"] | None,
