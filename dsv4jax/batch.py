@@ -169,7 +169,6 @@ class SpeculativeBatch:
     max_drafts: Int32[Any, " requests"]
     page_table: Int32[Any, "requests pages"]
     sampling: SamplingParams
-    num_slots: int = flax.struct.field(pytree_node=False)
     allowed: UInt32[Any, "requests tokens words"] | None = None
     """Tokens that may follow each token of a request if the drafts up to it stand, as in `set_allowed_tokens`; None for
     the masks of the slots. For a host that has read the drafts."""

@@ -200,6 +200,8 @@ def speculative_step(
 
     shared = (params, placement, draft_placement, step_seconds, forced_acceptance)
     (cache, output), (load, draft_load) = layout.map(step, shared, cache, batch)
+    names = ("counts", "verified", "tokens", "logprobs", "top_tokens", "top_logprobs")
+    output = output.replace(**layout.to_all_processes({name: getattr(output, name) for name in names}))
     return cache, output.replace(expert_load=load, draft=output.draft.replace(expert_load=draft_load))
 
 
@@ -232,7 +234,7 @@ def _draft(
         if drafts.logits is None:
             tokens.append(jnp.argmax(logits[-1], -1).astype(jnp.int32))
         else:
-            tokens.append(draw_drafts(logits[-1], batch.sampling, positions + 1 + j))
+            tokens.append(draw_drafts(logits[-1], batch.sampling, positions + 1 + j, shared_noise=False))
     output = DraftOutput(jnp.stack(tokens[1:], 1), jnp.stack(confidences, 1), None)
     kept = drafts.replace(
         counts=drafts.counts.at[slots].set(block, mode="drop"),
@@ -257,7 +259,7 @@ def _draft_counts(
         return jnp.maximum(limits, 0)
     confidences = drafts.confidences[:, : batch.tile - 1]
     minimums = jnp.minimum(batch.min_drafts, limits)
-    return choose_draft_counts(confidences, limits, step_seconds, minimums, drawn_at_random=drafts.logits is not None)
+    return choose_draft_counts(confidences, limits, step_seconds, minimums, causal=drafts.logits is not None)
 
 
 def _tokens_to_run(

@@ -382,9 +382,9 @@ def test_random_drafts_are_drawn_from_what_the_slot_keeps(tiny, undrafted):
         runs.append(stream)
         if company:
             params = jax.tree.map(jnp.asarray, server._speculative(*((r, 0) for r in moved)).sampling)
-            drafts = jax.tree.map(lambda a, order=np.array(slots): a[order], kept)
+            drafts = jax.tree.map(lambda a, order=tuple(slots): a[np.array(order)], kept)
             for j in range(4):
-                drawn = draw_drafts(drafts.logits[:, j], params, drafts.positions + 1 + j)
+                drawn = draw_drafts(drafts.logits[:, j], params, drafts.positions + 1 + j, shared_noise=False)
                 assert drawn.tolist() == drafts.tokens[:, j].tolist()
             best = drafts.logits.argmax(-1).tolist()
             assert drafts.tokens[1].tolist() == best[1]

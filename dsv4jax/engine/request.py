@@ -30,6 +30,9 @@ class GenerationRequest:
       cache_salt: requests share cached prefixes only within one salt.
       prompt_logprobs: -1 for none, k for the log-probability of every prompt token and of the k best instead; such a
         request reads no cached prefix.
+      drafts: how many drafts to verify in a step: None for as many as pay, as the engine sees it, 0 for none, k for
+        always k, as far as there are so many.
+      draft_context: no drafts once the prompt and generated tokens are more than this; None for no limit.
 
     Raises:
       ValueError: a field is out of range.
@@ -47,6 +50,8 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     prompt_logprobs: int = -1
+    drafts: int | None = None
+    draft_context: int | None = None
 
     def __post_init__(self):
         prompt = self.prompt
@@ -57,6 +62,9 @@ class GenerationRequest:
         for name, least in (("max_tokens", 1), ("n", 1), ("prompt_logprobs", -1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least {least}")
+        for name in ("drafts", "draft_context"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 0, or None")
         if self.prompt_logprobs > MAX_TOP_LOGPROBS:
             raise ValueError(f"prompt_logprobs = {self.prompt_logprobs}: must be at most {MAX_TOP_LOGPROBS}")
 
