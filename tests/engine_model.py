@@ -177,8 +177,7 @@ class CheckingExecutor:
                 self._move(rank, slot, int(start) + 1)
         speculation = None
         if plan.speculation is not None:
-            slots = {s for part in (plan.decodes, plan.speculation) if part is not None for s in part.slots.tolist()}
-            assert len(slots) == sum(len(p.slots) for p in (plan.decodes, plan.speculation) if p is not None)
+            assert plan.decodes is None and len(set(plan.speculation.slots.tolist())) == len(plan.speculation.slots)
             speculation = self._speculate(rank, plan.speculation)
         for slot in plan.first_drafts:
             chunk = next(c for c in plan.prefills if c.slot == slot)
@@ -193,14 +192,17 @@ class CheckingExecutor:
     def _speculate(self, rank, s):
         width = self.cfg.drafts + 1
         verified, rows = [], []
-        for slot, most, end, least, drafts, pages in zip(
-            s.slots.tolist(), s.positions.tolist(), s.ends.tolist(), s.min_drafts, s.max_drafts, s.page_table,
-            strict=True,
+        for slot, most, end, given, least, drafts, pages in zip(
+            s.slots.tolist(), s.positions.tolist(), s.ends.tolist(), s.tokens.tolist(), s.min_drafts, s.max_drafts,
+            s.page_table, strict=True,
         ):  # fmt: skip
             assert 0 <= least <= drafts <= self.cfg.drafts
             position, token = int(self.positions[rank, slot]), int(self.next_tokens[rank, slot])
             assert token >= 0, "a token was used before it was sampled"
             assert position <= most <= end
+            if given != NEXT_TOKEN:
+                assert position == most and drafts == 0
+                token = given
             if position >= end:
                 verified.append(0)
                 rows.append([])

@@ -225,7 +225,7 @@ def test_a_preempted_choice_goes_on_without_its_drafts_and_then_drafts_again():
     assert sum(len(p.ranks[0].first_drafts) for p in executor.plans) > len(made)
 
 
-def test_deterministic_reruns_are_decoded_one_by_one_beside_requests_that_draft():
+def test_deterministic_reruns_run_one_by_one_in_the_program_of_all():
     cfg = dataclasses.replace(EXACT, pages=14, max_model_len=56, deterministic=True, drafts=4)
     engine, executor = make(cfg, acceptance=0.5)
     made = [engine.submit(free([i + 2] * 5, 40, f"r{i}"))[0] for i in range(4)]
@@ -233,8 +233,18 @@ def test_deterministic_reruns_are_decoded_one_by_one_beside_requests_that_draft(
     assert any(s.preemptions for s in made)
     assert all(s.generated == rollout(s.request, 0) for s in made)
     ranks = [p.ranks[0] for p in executor.plans]
-    assert any(r.decodes is not None and r.speculation is not None for r in ranks)
-    assert all((r.decodes.tokens >= 0).all() for r in ranks if r.decodes is not None and r.speculation is not None)
+    assert all(r.decodes is None for r in ranks)
+    given = [(s.tokens >= 0, s.max_drafts) for s in speculations(executor)]
+    assert any(known.any() and drafts.any() for known, drafts in given)
+    assert not any(drafts[known].any() for known, drafts in given)
+
+
+def test_in_deterministic_mode_the_program_does_not_depend_on_other_requests():
+    engine, executor = make(dataclasses.replace(EXACT, deterministic=True, drafts=4))
+    made = engine.submit(free([2, 3], 9, drafts=0))[0]
+    drain(engine)
+    assert made.generated == rollout(made.request, 0)
+    assert len(speculations(executor)) == 8 and made.drafted == 0
 
 
 def test_pages_with_confirmed_tokens_are_found_by_the_next_request():

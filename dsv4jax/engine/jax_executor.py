@@ -15,10 +15,10 @@ from dsv4jax.batch import (
     DecodeTokens,
     PrefillBucket,
     PrefillChunk,
+    SpeculativeBatch,
+    SpeculativeRequest,
     StepBatch,
     concatenate_batches,
-    decode_batch,
-    prefill_batch,
 )
 from dsv4jax.cache import init_cache
 from dsv4jax.engine.plan import (
@@ -28,15 +28,18 @@ from dsv4jax.engine.plan import (
     Sampled,
     SlotMask,
     SlotStart,
+    Speculated,
+    Speculation,
     StepPlan,
     StepResult,
 )
-from dsv4jax.engine.programs import Programs
+from dsv4jax.engine.programs import Bucket, DraftBucket, Programs
 from dsv4jax.engine.request import PromptLogprobs
 from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling import request_rows
 from dsv4jax.sampling_settings import RequestSampling
+from dsv4jax.speculation import DraftOutput, SpeculativeOutput
 from dsv4jax.steps import StepOutput
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -47,12 +50,12 @@ _GREEDY = RequestSampling(temperature=0.0, seed=0)
 class _Results:
     """What a program returned, over all ranks."""
 
-    output: StepOutput
+    output: StepOutput | SpeculativeOutput
     ranks: int
-    tile: int  # chunks of prompts begin at multiples of it in their rank's batch
+    tile: int = 1  # chunks of prompts begin at multiples of it in their rank's batch
 
     def of_rank(self, name: str, rank: int) -> np.ndarray:
-        """The rank's rows of an array of `StepOutput`, on the host."""
+        """The rank's rows of an array of the output, on the host."""
         array = np.asarray(getattr(self.output, name))
         rows = len(array) // self.ranks
         return array[rank * rows : (rank + 1) * rows]
@@ -63,6 +66,7 @@ class _Dispatched:
     plan: StepPlan
     prefill: _Results | None
     decode: _Results | None
+    speculation: _Results | None
     at: float
 
 
@@ -82,7 +86,8 @@ class CompileCounter:
 
 
 class JaxExecutor:
-    """Runs plans of all ranks of a layout: one program for the prefills of a step and one for its decodes.
+    """Runs plans of all ranks of a layout: one program each for the prefills of a step, its decodes, those with drafts,
+    and first drafts.
 
     A program runs on all ranks in the smallest bucket that holds each rank's part; a rank that has none takes part with
     a batch of nothing, which writes nothing. Of several processes, each of which gets the same plans, every one makes
@@ -130,8 +135,7 @@ class JaxExecutor:
         Raises what a program raises, such as a lack of memory.
         """
         programs = self._programs
-        buckets = [*programs.buckets.prefill, *programs.buckets.decode]
-        for bucket in tqdm(buckets, desc="warming up", unit="program", disable=not progress):
+        for bucket in tqdm(programs.buckets.steps, desc="warming up", unit="program", disable=not progress):
             output = self._run(bucket, [programs.nothing(bucket)] * len(self._local_ranks))
             jax.block_until_ready(output.tokens)
         self._start([SlotStart(0, np.zeros(1, np.int32), 0, _GREEDY, {})] * self._ranks)
@@ -157,7 +161,9 @@ class JaxExecutor:
             self._set_masks([rank.masks for rank in plan.ranks])
         prefill = self._prefill([rank.prefills for rank in plan.ranks])
         decode = self._decode([rank.decodes for rank in plan.ranks])
-        self._queue.append(_Dispatched(plan, prefill, decode, at))
+        speculation = self._speculate([rank.speculation for rank in plan.ranks])
+        self._draft_first([rank.first_drafts for rank in plan.ranks])
+        self._queue.append(_Dispatched(plan, prefill, decode, speculation, at))
         if self._strict and self.compilations.count > compiled:
             raise RuntimeError(f"step {plan.number} compiled {self.compilations.count - compiled} programs")
 
@@ -173,7 +179,7 @@ class JaxExecutor:
 
     def _result(self, step: _Dispatched, rank: int) -> RankResult:
         plan, sampling = step.plan.ranks[rank], self._sampling[rank]
-        prefills = decodes = None
+        prefills = decodes = speculation = None
         logprobs: tuple[PromptLogprobs | None, ...] = ()
         if plan.prefills:
             prefills = _sampled(step.prefill, rank, [sampling[p.slot] for p in plan.prefills])
@@ -183,7 +189,10 @@ class JaxExecutor:
                 logprobs = (None,) * len(plan.prefills)
         if plan.decodes is not None:
             decodes = _sampled(step.decode, rank, [sampling[slot] for slot in plan.decodes.slots.tolist()])
-        return RankResult(prefills, decodes, logprobs)
+        if plan.speculation is not None:
+            requests = [sampling[slot] for slot in plan.speculation.slots.tolist()]
+            speculation = _speculated(step.speculation, rank, requests)
+        return RankResult(prefills, decodes, logprobs, speculation)
 
     def _start(self, starts: Sequence[SlotStart | None]) -> None:
         """Starts at most one request on each rank."""
@@ -258,7 +267,7 @@ class JaxExecutor:
             )
             for c in chunks
         ]
-        return programs.with_rows(prefill_batch(programs.cfg, programs.cache_cfg, rows, bucket))
+        return programs.batch(rows, bucket)
 
     def _decode(self, ranks: Sequence[Decodes | None]) -> _Results | None:
         programs, given = self._programs, [rank for rank in ranks if rank is not None]
@@ -274,7 +283,7 @@ class JaxExecutor:
                 if decodes is not None:
                     for slot, token in zip(decodes.slots.tolist(), decodes.tokens.tolist(), strict=True):
                         history[slot] = (token, *history[slot])[: self._lookback]
-        return _Results(output, self._ranks, 1)
+        return _Results(output, self._ranks)
 
     def _decode_batch(self, rank: int, decodes: Decodes | None, bucket: DecodeBucket) -> StepBatch:
         programs, sampling, history = self._programs, self._sampling[rank], self._history[rank]
@@ -285,16 +294,58 @@ class JaxExecutor:
             DecodeTokens((token,), start, slot, pages, sampling[slot], history[slot] if self._tokens_on_host else ())
             for token, start, slot, pages in zip(tokens, starts, slots, decodes.page_table, strict=True)
         ]
-        return programs.with_rows(decode_batch(programs.cfg, programs.cache_cfg, rows, bucket))
+        return programs.batch(rows, bucket)
 
-    def _run(self, bucket: PrefillBucket | DecodeBucket, batches: list[StepBatch]) -> StepOutput:
+    def _speculate(self, ranks: Sequence[Speculation | None]) -> _Results | None:
+        programs, given = self._programs, [rank for rank in ranks if rank is not None]
+        if not given:
+            return None
+        bucket = programs.buckets.for_decode(
+            max(len(speculation.slots) for speculation in given),
+            ceil_div(max(int(_reached(speculation).max()) for speculation in given), programs.cache_cfg.page_size),
+            drafts=True,
+        )
+        output = self._run(bucket, [self._speculative_batch(i, ranks[i], bucket) for i in self._local_ranks])
+        return _Results(output, self._ranks)
+
+    def _speculative_batch(self, rank: int, plan: Speculation | None, bucket: DecodeBucket) -> SpeculativeBatch:
+        if plan is None:
+            return self._programs.nothing(bucket)
+        columns = (plan.slots, _reached(plan), plan.max_drafts, plan.min_drafts, plan.tokens)
+        rows = [
+            SpeculativeRequest(slot, pages, end, most, least, self._sampling[rank][slot], token)
+            for slot, end, most, least, token, pages in zip(
+                *(c.tolist() for c in columns), plan.page_table, strict=True
+            )
+        ]
+        return self._programs.batch(rows, bucket)
+
+    def _draft_first(self, ranks: Sequence[tuple[int, ...]]) -> None:
+        if not any(ranks):
+            return
+        most = max(map(len, ranks))
+        bucket = min((b for b in self._programs.buckets.draft if b.requests >= most), key=lambda b: b.requests)
+        batches = []
+        for rank in self._local_ranks:
+            rows = [
+                SpeculativeRequest(slot, np.zeros(0, np.int32), 0, 0, sampling=self._sampling[rank][slot])
+                for slot in ranks[rank]
+            ]
+            batches.append(self._programs.batch(rows, bucket))
+        self._run(bucket, batches)
+
+    def _run(
+        self, bucket: Bucket, batches: list[StepBatch] | list[SpeculativeBatch]
+    ) -> StepOutput | SpeculativeOutput | DraftOutput:
         """One program, with a batch for each rank."""
         programs = self._programs
         batch = batches[0] if len(batches) == 1 else concatenate_batches(batches)
         batch = programs.layout.put(batch)
         self._cache, output = programs.step(bucket)(self._params, self._cache, batch)
-        output.tokens.copy_to_host_async()
-        output.logprobs.copy_to_host_async()
+        if not isinstance(bucket, DraftBucket):
+            names = ("tokens", "logprobs", "counts", "verified")
+            for array in (getattr(output, name) for name in names if hasattr(output, name)):
+                array.copy_to_host_async()
         return output
 
     @property
@@ -311,6 +362,19 @@ def _sampled(results: _Results, rank: int, sampling: list[RequestSampling]) -> S
     return Sampled(
         tokens, logprobs, results.of_rank("top_tokens", rank)[rows], results.of_rank("top_logprobs", rank)[rows]
     )
+
+
+def _speculated(results: _Results, rank: int, sampling: list[RequestSampling]) -> Speculated:
+    """The tokens of each of the rank's rows, with the best ones if any request asks for them."""
+    names = ["counts", "verified", "tokens", "logprobs"]
+    if max(s.top_logprobs for s in sampling) > 0:
+        names += ["top_tokens", "top_logprobs"]
+    return Speculated(*(results.of_rank(name, rank)[: len(sampling)] for name in names))
+
+
+def _reached(speculation: Speculation) -> np.ndarray:
+    """Tokens that each request may run at most, from its first on; its pages cover them."""
+    return np.minimum(speculation.ends, speculation.positions + 1 + speculation.max_drafts)
 
 
 def _prompt_logprobs(results: _Results, rank: int, chunks: tuple[Prefill, ...]) -> tuple[PromptLogprobs, ...]:

@@ -68,6 +68,7 @@ class Decodes:
 class Speculation:
     """The newest chosen token of each running request and up to `max_drafts` drafts after it, which the slots hold.
 
+    `tokens[i]` is a token id or NEXT_TOKEN; an id may differ from the token in the slot, and no drafts follow it then.
     Each request gets the accepted drafts and one token more, and the slot new drafts. A request at its end, which the
     host may not know yet, gets nothing.
     """
@@ -77,6 +78,7 @@ class Speculation:
     """The largest position that the newest chosen token can have; only the device knows the true one."""
     ends: Int32[np.ndarray, " requests"]
     """Prompt and `max_tokens` less one: no token at this position or beyond is run."""
+    tokens: Int32[np.ndarray, " requests"]
     min_drafts: Int32[np.ndarray, " requests"]
     """At least so many are verified, if there are so many; a step that chooses what pays chooses up to `max_drafts`."""
     max_drafts: Int32[np.ndarray, " requests"]

@@ -240,9 +240,9 @@ class Rank:
     def plan_decodes(
         self, running: Running, speculate: bool, preempt: Callable[[Sequence], None]
     ) -> tuple[Decodes | None, Speculation | None]:
-        """One token of each of the choices, and drafts behind it; preempts the worst choices if pages run out.
+        """One token of each of the choices, and with `speculate` drafts behind it, of some or of all.
 
-        With `speculate`, all whose tokens the slots hold run with drafts, even if with none of them.
+        Preempts the worst choices if pages run out.
         """
         size, slots = self._cfg.page_size, running.slots
         needed = np.minimum(self._positions(slots) + 1, self._end[slots] - 1)
@@ -251,32 +251,28 @@ class Rank:
                 self._grow(self._sequences[slot], preempt)
         kept = self._decoding[slots]
         slots, drafts = slots[kept], running.drafts[kept]
-        again = self._again[slots] > 0
-        plain = slots if not speculate else slots[again]
-        if not speculate or again.all():
-            return self._plain_decodes(plain), None
-        slots, drafts = slots[~again], self._drafts_on_pages(slots[~again], drafts[~again])
-        width = int(self._page_count[slots].max())
-        speculation = Speculation(
+        if not slots.size:
+            return None, None
+        if speculate:
+            drafts = self._drafts_on_pages(slots, drafts)
+        positions, again = self._positions(slots), self._again[slots]
+        tokens = np.where(self._unread[slots] == 0, self._last[slots], NEXT_TOKEN).astype(np.int32)
+        # With drafts the slot has the newest token, and maybe a later one than the host.
+        tokens[(again == 0) & speculate] = NEXT_TOKEN
+        for row in np.flatnonzero(again > 1).tolist():
+            tokens[row] = self._sequences[slots[row]].token(int(positions[row]))
+        table = self._page_table[slots, : int(self._page_count[slots].max())]
+        if not speculate:
+            return Decodes(slots, positions, tokens, table), None
+        return None, Speculation(
             slots=slots,
-            positions=self._positions(slots),
+            positions=positions,
             ends=self._end[slots] - 1,
+            tokens=tokens,
             min_drafts=np.minimum(self._least_drafts[slots], drafts),
             max_drafts=drafts,
-            page_table=self._page_table[slots, :width],
+            page_table=table,
         )
-        return self._plain_decodes(plain), speculation
-
-    def _plain_decodes(self, slots: Int32[np.ndarray, " requests"]) -> Decodes | None:
-        if not slots.size:
-            return None
-        again = self._again[slots]
-        starts = self._positions(slots)
-        tokens = np.where(self._unread[slots] == 0, self._last[slots], NEXT_TOKEN).astype(np.int32)
-        for row in np.flatnonzero(again > 1).tolist():
-            tokens[row] = self._sequences[slots[row]].token(int(starts[row]))
-        width = int(self._page_count[slots].max())
-        return Decodes(slots, starts, tokens, self._page_table[slots, :width])
 
     def _drafts_on_pages(
         self, slots: Int32[np.ndarray, " requests"], drafts: Int32[np.ndarray, " requests"]

@@ -234,9 +234,13 @@ class Scheduler:
         assert following == self.following, f"{following} choices wait for their first one, {self.following} counted"
 
     def _plan_decodes(self, failed: Failures) -> list[tuple[Decodes | None, Speculation | None]]:
-        """One program for all: with drafts if a request anywhere verifies any, so that weights are read once."""
+        """One program for all: with drafts if a request anywhere verifies any, so that weights are read once.
+
+        In deterministic mode the others do not decide which one.
+        """
         running = [rank.choose_decodes(failed) for rank in self.ranks]
         speculate = any(map(Rank.must_speculate, self.ranks, running))
+        speculate |= self.cfg.deterministic and self.cfg.drafts > 0
         return [rank.plan_decodes(r, speculate, self._preempt) for rank, r in zip(self.ranks, running, strict=True)]
 
     def _plan_prefills(self, failed: Failures) -> list[tuple[Prefill, ...]]:

@@ -1,0 +1,139 @@
+"""The engine on the model with drafts: the tokens that each request gets without them, whatever stands of the drafts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import NOQUANT, drafting_model
+from test_scheduler import Recorder, assert_empty, drain
+
+from dsv4jax.cache import CacheConfig
+from dsv4jax.engine.engine import Engine
+from dsv4jax.engine.jax_executor import JaxExecutor
+from dsv4jax.engine.programs import Programs, make_buckets
+from dsv4jax.engine.replay import ReplayRule
+from dsv4jax.engine.request import GenerationRequest
+from dsv4jax.engine.scheduler import Scheduler
+from dsv4jax.engine.scheduler_config import SchedulerConfig
+from dsv4jax.sampling_settings import RequestSampling
+
+LENGTH, DRAFTS = 160, 4
+# The least slack that the steps may have.
+CACHE = CacheConfig(slots=3, pages=38, page_size=4, slack=DRAFTS + 1, drafts="argmax")
+
+
+@jax.jit
+def with_drafts(cache, following, right):
+    """The cache with the tokens that follow in each slot as drafts, of which the first `right` are right."""
+    drafts = cache.drafts
+    at = drafts.positions[:, None] + 1 + jnp.arange(drafts.tokens.shape[1])
+    tokens = jnp.take_along_axis(following, jnp.clip(at, 0, LENGTH - 1), 1)
+    tokens = jnp.where(jnp.arange(tokens.shape[1]) < right[:, None], tokens, (tokens + 1) % 100)
+    return cache.replace(drafts=drafts.replace(tokens=tokens))
+
+
+class WithRightDrafts(JaxExecutor):
+    """Replaces what the slots have as drafts by what requests are known to get, up to some random place in each."""
+
+    known: tuple = ()
+
+    def reset(self):
+        super().reset()
+        self.rng = np.random.default_rng(0)
+        self.following = np.zeros((CACHE.slots, LENGTH), np.int32)
+
+    def _start(self, starts):
+        super()._start(starts)
+        for start in starts:
+            for tokens in self.known:
+                if np.array_equal(tokens[: len(start.tokens)], start.tokens):
+                    self.following[start.slot, : len(tokens)] = tokens
+
+    def _speculate(self, ranks):
+        if self.known:
+            right = self.rng.integers(0, DRAFTS + 1, CACHE.slots).astype(np.int32)
+            self._cache = with_drafts(self._cache, self.following, right)
+        return super()._speculate(ranks)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    model = drafting_model()
+    buckets = make_buckets(
+        CACHE,
+        prefill_tokens=[32],
+        prefill_requests=2,
+        decode_requests=[CACHE.slots],
+        contexts=[LENGTH],
+        prompt_logprobs=False,
+        drafts=DRAFTS,
+    )
+    programs = Programs(model.cfg, CACHE, buckets, NOQUANT, progress=False)
+    cfg = SchedulerConfig(
+        slots=CACHE.slots,
+        pages=CACHE.pages,
+        max_model_len=LENGTH,
+        eos_id=1,
+        replay=ReplayRule(model.cfg.sliding_window, model.cfg.num_hidden_layers, "exact"),
+        page_size=CACHE.page_size,
+        prefill_tokens=32,
+        prefill_requests=2,
+        drafts=DRAFTS,
+    )
+    executor = WithRightDrafts(model.params, programs, strict=True)
+    executor.warm_up(progress=False)
+    executor._cache = with_drafts(executor._cache, executor.following, np.zeros(CACHE.slots, np.int32))
+    yield executor, cfg
+    executor.close()
+
+
+def requests(drafts):
+    """Chunked prompts, some with a common beginning; greedy ones and seeded ones, with penalties."""
+    rng, made = np.random.default_rng(0), []
+    base = rng.integers(2, 120, 50)
+    for i in range(6):
+        prompt = np.concatenate([base if i % 2 else base[:0], rng.integers(2, 120, 3 + 7 * i)]).astype(np.int32)
+        sampling = RequestSampling(
+            temperature=0.8 * (i == 4), seed=i, top_logprobs=2 * (i % 3) - 1, frequency_penalty=0.4 * (i == 3)
+        )
+        made.append(
+            GenerationRequest(
+                f"r{i}", prompt, max_tokens=30 - i, sampling=sampling, ignore_eos=True, drafts=drafts and drafts[i]
+            )
+        )
+    return made
+
+
+def run(executor, cfg, asked, together):
+    executor.reset()
+    engine = Engine(Scheduler(cfg), executor, Recorder())
+    made = []
+    for request in asked:
+        made += engine.submit(request)
+        if together:
+            engine.step()
+            engine.step()
+        else:
+            drain(engine)
+    drain(engine)
+    assert_empty(engine)
+    return made, engine.stats()
+
+
+def test_tokens_are_those_without_drafts_with_hits_chunks_and_preemptions(compiled):
+    executor, cfg = compiled
+    alone, stats = run(executor, dataclasses.replace(cfg, prefix_cache=False), requests([0] * 6), together=False)
+    assert stats.drafts.rounds == 0
+    executor.known = [np.concatenate([s.request.prompt, s.generated]).astype(np.int32) for s in alone]
+    made, stats = run(executor, cfg, requests([None, 4, None, 2, None, 0]), together=True)
+    assert stats.preemptions > 0 and stats.prefix_hits > 0
+    assert (stats.drafts.accepted > 0).all() and (stats.drafts.accepted < stats.drafts.verified).all()
+    for sequence, expected in zip(made, alone, strict=True):
+        assert sequence.generated == expected.generated
+        np.testing.assert_allclose(sequence.logprobs, expected.logprobs, atol=1e-4, rtol=1e-4)
+        assert len(sequence.top_logprobs) == len(expected.top_logprobs)
+        for pairs, others in zip(sequence.top_logprobs, expected.top_logprobs, strict=True):
+            assert [token for token, _ in pairs] == [token for token, _ in others]
+    assert executor.compilations.count == 0
