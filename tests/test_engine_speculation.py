@@ -1,4 +1,4 @@
-"""The engine on the model with drafts: the tokens that each request gets without them, whatever stands of the drafts."""
+"""The engine on the model with drafts: each request gets what it gets without them, whatever stands of the drafts."""
 
 import dataclasses
 
@@ -85,6 +85,7 @@ def compiled():
     executor = WithRightDrafts(model.params, programs, strict=True)
     executor.warm_up(progress=False)
     executor._cache = with_drafts(executor._cache, executor.following, np.zeros(CACHE.slots, np.int32))
+    executor.compilations.count = 0
     yield executor, cfg
     executor.close()
 
@@ -122,11 +123,18 @@ def run(executor, cfg, asked, together):
     return made, engine.stats()
 
 
-def test_tokens_are_those_without_drafts_with_hits_chunks_and_preemptions(compiled):
+@pytest.fixture(scope="module")
+def alone(compiled):
+    """Each request without drafts and on its own."""
     executor, cfg = compiled
-    alone, stats = run(executor, dataclasses.replace(cfg, prefix_cache=False), requests([0] * 6), together=False)
+    made, stats = run(executor, dataclasses.replace(cfg, prefix_cache=False), requests([0] * 6), together=False)
     assert stats.drafts.rounds == 0
-    executor.known = [np.concatenate([s.request.prompt, s.generated]).astype(np.int32) for s in alone]
+    executor.known = [np.concatenate([s.request.prompt, s.generated]).astype(np.int32) for s in made]
+    return made
+
+
+def test_tokens_are_those_without_drafts_with_hits_chunks_and_preemptions(compiled, alone):
+    executor, cfg = compiled
     made, stats = run(executor, cfg, requests([None, 4, None, 2, None, 0]), together=True)
     assert stats.preemptions > 0 and stats.prefix_hits > 0
     assert (stats.drafts.accepted > 0).all() and (stats.drafts.accepted < stats.drafts.verified).all()
@@ -137,3 +145,15 @@ def test_tokens_are_those_without_drafts_with_hits_chunks_and_preemptions(compil
         for pairs, others in zip(sequence.top_logprobs, expected.top_logprobs, strict=True):
             assert [token for token, _ in pairs] == [token for token, _ in others]
     assert executor.compilations.count == 0
+
+
+def test_deterministic_results_are_the_same_bits_whatever_runs_beside_and_stands_of_the_drafts(compiled, alone):
+    executor, cfg = compiled
+    cfg = dataclasses.replace(cfg, deterministic=True)
+    asked = requests([None, 4, None, 2, None, 0])
+    made, stats = run(executor, cfg, asked, together=True)
+    assert stats.preemptions > 0 and stats.prefix_hits > 0 and stats.drafts.accepted.sum() > 0
+    expected, _ = run(executor, dataclasses.replace(cfg, prefix_cache=False), asked, together=False)
+    for one, other, undrafted in zip(made, expected, alone, strict=True):
+        assert one.generated == other.generated == undrafted.generated
+        assert one.logprobs == other.logprobs and one.top_logprobs == other.top_logprobs
