@@ -137,7 +137,9 @@ def test_tokens_are_those_without_drafts_with_hits_chunks_and_preemptions(compil
     executor, cfg = compiled
     made, stats = run(executor, cfg, requests([None, 4, None, 2, None, 0]), together=True)
     assert stats.preemptions > 0 and stats.prefix_hits > 0
-    assert (stats.drafts.accepted > 0).all() and (stats.drafts.accepted < stats.drafts.verified).all()
+    assert all(
+        0 < accepted < verified for accepted, verified in zip(stats.drafts.accepted, stats.drafts.verified, strict=True)
+    )
     for sequence, expected in zip(made, alone, strict=True):
         assert sequence.generated == expected.generated
         np.testing.assert_allclose(sequence.logprobs, expected.logprobs, atol=1e-4, rtol=1e-4)
@@ -152,7 +154,7 @@ def test_deterministic_results_are_the_same_bits_whatever_runs_beside_and_stands
     cfg = dataclasses.replace(cfg, deterministic=True)
     asked = requests([None, 4, None, 2, None, 0])
     made, stats = run(executor, cfg, asked, together=True)
-    assert stats.preemptions > 0 and stats.prefix_hits > 0 and stats.drafts.accepted.sum() > 0
+    assert stats.preemptions > 0 and stats.prefix_hits > 0 and sum(stats.drafts.accepted) > 0
     expected, _ = run(executor, dataclasses.replace(cfg, prefix_cache=False), asked, together=False)
     for one, other, undrafted in zip(made, expected, alone, strict=True):
         assert one.generated == other.generated == undrafted.generated

@@ -83,8 +83,9 @@ class TokenChunk:
     """What one step gave one choice of a request.
 
     `logprobs` and `top_logprobs` (pairs of id and log-probability, best first) have one entry per token if the request
-    asked for them, else none. `cached_tokens` are prompt tokens that no step ran. `stop_reason` is the stop token id,
-    None for EOS. `error` says why a choice ended with finish_reason "error".
+    asked for them, else none. `cached_tokens` are prompt tokens that no step ran. `drafted` and `accepted` are the
+    choice's drafts that were verified so far, and accepted. `stop_reason` is the stop token id, None for EOS. `error`
+    says why a choice ended with finish_reason "error".
     """
 
     index: int
@@ -93,6 +94,8 @@ class TokenChunk:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
@@ -100,6 +103,10 @@ class TokenChunk:
 
 class RequestTooLarge(ValueError):
     """The request can never fit this engine."""
+
+
+class TooManyDrafts(RequestTooLarge):
+    """More drafts per step than this engine makes."""
 
 
 class TooManyChoices(RequestTooLarge):

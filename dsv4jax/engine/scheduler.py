@@ -25,7 +25,14 @@ from dsv4jax.engine.chunking import plan_chunks
 from dsv4jax.engine.page_pool import PrefixHasher
 from dsv4jax.engine.plan import Decodes, Prefill, Speculation, StepPlan, StepResult
 from dsv4jax.engine.rank import Failures, InFlight, Rank, Update
-from dsv4jax.engine.request import FinishReason, GenerationRequest, QueueFull, RequestTooLarge, TooManyChoices
+from dsv4jax.engine.request import (
+    FinishReason,
+    GenerationRequest,
+    QueueFull,
+    RequestTooLarge,
+    TooManyChoices,
+    TooManyDrafts,
+)
 from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
 
@@ -74,7 +81,8 @@ class Scheduler:
         """Whether the requests can be taken together, besides others that are announced but not submitted yet.
 
         Raises:
-          RequestTooLarge: one of them could never run here, or together they have more choices than may wait.
+          RequestTooLarge: one of them could never run here, or together they have more choices than may wait;
+            `TooManyDrafts` and `TooManyChoices` are its kinds that the size of the context does not explain.
           QueueFull: too much is waiting already.
         """
         cfg = self.cfg
@@ -95,7 +103,7 @@ class Scheduler:
         cfg = self.cfg
         if (request.drafts or 0) > cfg.drafts:
             most = f"makes at most {cfg.drafts}" if cfg.drafts else "makes none"
-            raise RequestTooLarge(f"drafts = {request.drafts}: this engine {most}")
+            raise TooManyDrafts(f"drafts = {request.drafts}: this engine {most}")
         prompt, total = len(request.prompt), len(request.prompt) + request.max_tokens
         if total > cfg.max_model_len:
             raise RequestTooLarge(
