@@ -21,8 +21,8 @@ _STACKS = ("layers", "mtp")
 def pack_params(params: Params, layout: Layout = SINGLE) -> Params:
     """Repacks expert stacks and splits hyper-connection projections, for `Numerics(implementation="pallas")`.
 
-    Nothing is lost. Over the devices of a layout each packs its own experts. The layers given are consumed one after the
-    other, so that a device holds at most one layer's experts twice: the expert stacks of `params` must not be used
+    Nothing is lost. Over the devices of a layout each packs its own experts. The layers given are consumed one after
+    the other, so that a device holds at most one layer's experts twice: the expert stacks of `params` must not be used
     again.
 
     Raises:

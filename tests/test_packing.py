@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_files import run_python
 from hopper import needs_no_hopper, on_hopper
 
 import dsv4jax
@@ -49,6 +50,31 @@ def test_packing_consumes_the_stacks_and_keeps_their_values():
         assert jax.tree.all(jax.tree.map(np.array_equal, {name: unpacked[name] for name in old}, old))
         assert all(array.is_deleted() for array in jax.tree.leaves(params[stack][i]["ffn"]["experts"]))
         assert packed[stack][i]["ffn"]["gate"] is params[stack][i]["ffn"]["gate"]
+
+
+def test_each_device_packs_its_own_experts():
+    run_python(
+        """
+import dataclasses
+import jax, numpy as np
+from dsv4jax.checkpoint.random import random_params
+from dsv4jax.checkpoint.reduced_config import reduced_config
+from dsv4jax.numerics import Numerics
+from dsv4jax.packing import pack_params, param_shapes
+from sharding import decode_dep
+counts = dict(n_routed_experts=4, dspark_n_routed_experts=4, engram_vocab_size=1000)
+cfg = reduced_config(6, hidden_size=512, moe_intermediate_size=512, **counts)
+layout = decode_dep(2)
+whole, spread = pack_params(random_params(cfg, 1)), pack_params(random_params(cfg, 1, layout), layout)
+shapes = param_shapes(cfg, Numerics(implementation="pallas"), layout)
+for one, both, shape in zip(*map(jax.tree.leaves, (whole, spread, shapes)), strict=True):
+    assert (both.shape, both.dtype, both.sharding) == (shape.shape, shape.dtype, shape.sharding)
+    assert np.asarray(both)[tuple(map(slice, one.shape))].tobytes() == np.asarray(one).tobytes()
+records = spread["layers"][5]["ffn"]["experts"]["packed"].w13.records
+assert [shard.data.shape[0] for shard in records.addressable_shards] == [2, 2]
+""",
+        devices=2,
+    )
 
 
 def test_a_scale_that_the_grouped_kernel_multiplies_wrongly_is_refused_by_name_before_anything_is_consumed():
