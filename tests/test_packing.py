@@ -62,7 +62,7 @@ from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.numerics import Numerics
 from dsv4jax.packing import pack_params, param_shapes
 from sharding import decode_dep
-counts = dict(n_routed_experts=4, dspark_n_routed_experts=4, engram_vocab_size=1000)
+counts = dict(n_routed_experts=4, num_experts_per_tok=2, dspark_n_routed_experts=4, engram_vocab_size=1000)
 cfg = reduced_config(6, hidden_size=512, moe_intermediate_size=512, **counts)
 layout = decode_dep(2)
 whole, spread = pack_params(random_params(cfg, 1)), pack_params(random_params(cfg, 1, layout), layout)
