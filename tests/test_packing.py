@@ -55,23 +55,25 @@ def test_packing_consumes_the_stacks_and_keeps_their_values():
 def test_each_device_packs_its_own_experts():
     run_python(
         """
-import dataclasses
 import jax, numpy as np
-from dsv4jax.checkpoint.random import random_params
-from dsv4jax.checkpoint.reduced_config import reduced_config
+from test_packing import RELEASED, random_layer
 from dsv4jax.numerics import Numerics
 from dsv4jax.packing import pack_params, param_shapes
 from sharding import decode_dep
-counts = dict(n_routed_experts=4, num_experts_per_tok=2, dspark_n_routed_experts=4, engram_vocab_size=1000)
-cfg = reduced_config(6, hidden_size=512, moe_intermediate_size=512, **counts)
-layout = decode_dep(2)
-whole, spread = pack_params(random_params(cfg, 1)), pack_params(random_params(cfg, 1, layout), layout)
-shapes = param_shapes(cfg, Numerics(implementation="pallas"), layout)
-for one, both, shape in zip(*map(jax.tree.leaves, (whole, spread, shapes)), strict=True):
-    assert (both.shape, both.dtype, both.sharding) == (shape.shape, shape.dtype, shape.sharding)
-    assert np.asarray(both)[tuple(map(slice, one.shape))].tobytes() == np.asarray(one).tobytes()
-records = spread["layers"][5]["ffn"]["experts"]["packed"].w13.records
-assert [shard.data.shape[0] for shard in records.addressable_shards] == [2, 2]
+layout, whole = decode_dep(2), random_layer(0)
+spread = jax.device_put(whole, jax.NamedSharding(layout.mesh, jax.P()))
+stacks = jax.device_put(whole["ffn"]["experts"], jax.NamedSharding(layout.mesh, jax.P("rank")))
+spread["ffn"]["experts"] = stacks
+whole, spread = (pack_params({"layers": {0: layer}, "mtp": {}}, at)
+                 for layer, at in ((whole, layout.__class__()), (spread, layout)))
+for one, both in zip(*map(jax.tree.leaves, (whole, spread)), strict=True):
+    assert np.asarray(both).tobytes() == np.asarray(one).tobytes()
+records = spread["layers"][0]["ffn"]["experts"]["packed"].w13.records
+assert [shard.data.shape[0] for shard in records.addressable_shards] == [1, 1]
+shape = param_shapes(RELEASED, Numerics(implementation="pallas"), layout)
+for layer in (shape["layers"][5], shape["mtp"][0]):
+    records = layer["ffn"]["experts"]["packed"].w13.records
+    assert records.sharding == spread["layers"][0]["ffn"]["experts"]["packed"].w13.records.sharding
 """,
         devices=2,
     )
