@@ -102,9 +102,9 @@ def param_shapes(
 
 
 @functools.lru_cache
-def packing_bytes(cfg: ModelConfig) -> int:
-    """The most device memory that `pack_params` takes at a time beside the parameters it was given."""
-    layer = param_shapes(cfg, Numerics())["layers"][0]["ffn"]["experts"]
-    program = _pack_experts.lower(SINGLE, layer["w1"], layer["w3"], layer["w2"]).compile()
+def packing_bytes(cfg: ModelConfig, layout: Layout = SINGLE) -> int:
+    """The most memory of a device that `pack_params` takes at a time beside the parameters it was given."""
+    layer = param_shapes(cfg, Numerics(), layout)["layers"][0]["ffn"]["experts"]
+    program = _pack_experts.lower(layout, layer["w1"], layer["w3"], layer["w2"]).compile()
     analysis = program.memory_analysis()
     return analysis.temp_size_in_bytes + analysis.output_size_in_bytes

@@ -24,12 +24,13 @@ SERVE = [sys.executable, str(Path(__file__).parent.parent / "scripts" / "serve.p
 
 @pytest.fixture(scope="module")
 def server():
-    """The embedded model with the fewest programs; (address, process, what it printed)."""
+    """The embedded model on two ranks with the fewest programs; (address, process, what it printed)."""
     flags = [
         "--max_model_len=512",
         "--contexts=512",
         "--prefill_tokens=64",
         "--slots=4",
+        "--ranks=2",
         "--strict",
         "--dev",
         "--deterministic",
