@@ -135,11 +135,14 @@ class Programs:
         self.layout, self.tables, self._token_map = layout, tables, token_map
         if params is None:
             params = _param_shapes(abstract_params(cfg, tables_on_device=tables is None), layout)
-        cache = _shapes(jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics, layout)), layout)
+        empty_cache = functools.partial(init_cache, cfg, cache_cfg, numerics, layout)
+        cache = _shapes(jax.eval_shape(empty_cache), layout)
         self._nothing = {b: self.with_rows(prefill_batch(cfg, cache_cfg, [], b)) for b in buckets.prefill}
         self._nothing |= {b: self.with_rows(decode_batch(cfg, cache_cfg, [], b)) for b in buckets.decode}
         static = {"cfg": cfg, "numerics": numerics, "layout": layout}
-        jobs: dict[Any, Callable[[], Any]] = {}
+        jobs: dict[Any, Callable[[], Any]] = {
+            "cache": functools.partial(_compile, jax.jit(empty_cache, out_shardings=layout.by_rank))
+        }
         for bucket, batch in self._nothing.items():
             step = prefill_step if isinstance(bucket, PrefillBucket) else decode_step
             batches = _shapes(concatenate_batches([batch] * layout.ranks), layout)
@@ -169,6 +172,11 @@ class Programs:
     def start_rows(self, rows: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
         """Arguments of `start_request` after the cache, from those of each rank."""
         return rows[0] if self.layout.mesh is None else tuple(map(np.stack, zip(*rows, strict=True)))
+
+    @property
+    def init_cache(self) -> Callable[[], Cache]:
+        """`cache.init_cache` for all ranks."""
+        return self._compiled["cache"]
 
     @property
     def start_request(self) -> Callable[..., Cache]:
