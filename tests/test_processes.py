@@ -71,14 +71,12 @@ def checkpoint(tmp_path_factory):
 class Server:
     """All processes of a server, of which process 0 has begun to listen at `address`."""
 
-    def __init__(self, checkpoint, processes, flags=()):
+    def __init__(self, checkpoint, processes):
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": "1",
             # Half the time to compile.
             "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_cpu_use_fusion_emitters=false",
-            # Nothing is compiled twice: neither by the other process nor by the next server of so many processes.
-            "JAX_SHARE_BINARY_BETWEEN_HOSTS": "true",
             "DSV4JAX_CLUSTER_TOKEN": TOKEN,
         }
         # What the first server of so many processes has compiled the next one reads.
@@ -131,8 +129,8 @@ class Server:
 def start(checkpoint):
     servers = []
 
-    def one(*args, **options):
-        servers.append(Server(checkpoint, *args, **options))
+    def one(processes):
+        servers.append(Server(checkpoint, processes))
         return servers[-1]
 
     yield one
@@ -198,14 +196,3 @@ def test_a_killed_process_ends_the_server(start):
         assert isinstance(asking.exception(), (urllib.error.URLError, HTTPException, ConnectionError))
     assert codes == [FAILURE_EXIT_CODE, -signal.SIGKILL], logs
     assert "error: process 0: process 1 is gone: its connection was closed; ending" in logs[0]
-
-
-@pytest.mark.timeout(SECONDS)
-def test_processes_that_differ_are_refused_by_name_before_loading(start, checkpoint):
-    port = free_port()
-    common = [f"--coordinator=127.0.0.1:{port}", "--processes=2"]
-    servers = [start(1, [*common, *flags]) for flags in ([], ["--process=1", "--slots=1"])]
-    for server in servers:
-        (code,), (log,) = server.ends()
-        assert code == 1
-        assert "error: --slots: process 1 has '1', process 0 has '2'" in log and "loading:" not in log

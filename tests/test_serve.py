@@ -241,6 +241,17 @@ def test_flags_that_contradict_each_other_are_refused_before_anything_is_compile
         ("--decode_requests=",): "--decode_requests=: must hold at least one number",
         ("--decode_requests=0",): "--decode_requests: 0 must be at least 1",
         ("--page_size=63",): "page_size = 63: must be a multiple of 2",
+        ("--process=1",): "--coordinator, --process: need --processes above 1",
+        ("--coordinator=a:1",): "--coordinator, --process: need --processes above 1",
+        ("--processes=2",): "--pages: must be given with several processes",
+        ("--processes=2", "--pages=999"): "--coordinator=None: must be HOST:PORT with a port from 1 to 65534",
+        ("--processes=2", "--pages=999", "--coordinator=host"): "--coordinator=host: must be HOST:PORT",
+        (
+            "--processes=2",
+            "--pages=999",
+            "--coordinator=a:65535",
+        ): "--coordinator=a:65535: must be HOST:PORT",
+        ("--processes=2", "--pages=999", "--coordinator=a:1"): "DSV4JAX_CLUSTER_TOKEN: must hold a secret",
     }
     seen = up_to_compiling(*((flags, None) for flags in refusals))
     for message, error in zip(refusals.values(), seen, strict=True):
