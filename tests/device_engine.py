@@ -174,15 +174,12 @@ def any_placement(executor: JaxExecutor, reference: Results) -> None:
     engine = make_engine(executor)
     first = serve(engine, requests())
     assert_same(first, reference, 1e-4)
-    hits, preemptions, used = np.zeros(RANKS), 0, set()
-    for seed in range(2):
-        engine, rng = make_engine(executor), np.random.default_rng(seed)
-        with Placed(lambda _, rng=rng: 1000 * rng.random()):
-            assert_same(serve(engine, requests()), first)
-        hits += [rank.prefix_hits for rank in engine.stats().ranks]
-        preemptions += engine.stats().preemptions
-        used |= {rank for rank in range(RANKS) if engine.stats().ranks[rank].prefix_queries}
-    assert used == set(range(RANKS)) and preemptions and np.count_nonzero(hits[1:])
+    engine, rng = make_engine(executor), np.random.default_rng(0)
+    with Placed(lambda _: 1000 * rng.random()):
+        assert_same(serve(engine, requests()), first)
+    stats = engine.stats()
+    assert stats.preemptions and any(rank.prefix_hits for rank in stats.ranks[1:])
+    assert all(rank.prefix_queries for rank in stats.ranks)
 
 
 def all_on_the_last_rank(executor: JaxExecutor, reference: Results) -> None:

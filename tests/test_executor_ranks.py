@@ -145,7 +145,7 @@ def serve(fakes, tables=None):
 
     executor.dispatch = noted
     rng, made = np.random.default_rng(0), []
-    for i in range(16):
+    for i in range(12):
         prompt = rng.integers(2, 50, int(rng.integers(1, 100))).astype(np.int32)
         made += engine.submit(
             GenerationRequest(
@@ -163,9 +163,16 @@ def serve(fakes, tables=None):
 def test_a_step_is_one_call_of_each_program_for_all_ranks_in_the_smallest_shape_that_holds_the_fullest(fakes):
     programs, plans, calls = serve(fakes)
     shapes = collections.Counter()
+    parts = set()
     for plan, made in zip(plans, calls, strict=True):
+        starts = itertools.zip_longest(*(rank.starts for rank in plan.ranks))
+        for call, expected in zip([c for c in made if c.kind == "start"], starts, strict=True):
+            _, slots, *rows, lengths = call.arguments
+            assert all(row.shape == (RANKS, CFG.vocab_size) for row in rows)
+            assert slots.tolist() == [CACHE.slots if start is None else start.slot for start in expected]
+            assert lengths.tolist() == [0 if start is None else len(start.tokens) for start in expected]
+            parts.add(tuple(start is None for start in expected))
         counts = collections.Counter(call.kind for call in made)
-        assert counts["start"] == max(len(rank.starts) for rank in plan.ranks)
         assert counts["prefill"] == any(rank.prefills for rank in plan.ranks)
         assert counts["decode"] == any(rank.decodes is not None for rank in plan.ranks)
         for call in made:
@@ -187,22 +194,9 @@ def test_a_step_is_one_call_of_each_program_for_all_ranks_in_the_smallest_shape_
             assert batch.page_table.shape == (RANKS * bucket.requests, bucket.pages)
             assert (batch.num_slots, batch.page_size) == (CACHE.slots, CACHE.page_size)
             shapes[bucket] += 1
+    assert len(parts) > 2, "ranks that start nothing"
     assert len([b for b in shapes if isinstance(b, PrefillBucket)]) > 2
     assert len([b for b in shapes if isinstance(b, DecodeBucket)]) > 2
-
-
-def test_a_rank_that_starts_nothing_names_no_slot(fakes):
-    _, plans, calls = serve(fakes)
-    seen = set()
-    for plan, made in zip(plans, calls, strict=True):
-        starts = itertools.zip_longest(*(rank.starts for rank in plan.ranks))
-        for call, expected in zip([c for c in made if c.kind == "start"], starts, strict=True):
-            _, slots, mask, counts, bias, lengths = call.arguments
-            assert mask.shape == counts.shape == bias.shape == (RANKS, CFG.vocab_size)
-            assert slots.tolist() == [CACHE.slots if start is None else start.slot for start in expected]
-            assert lengths.tolist() == [0 if start is None else len(start.tokens) for start in expected]
-            seen.add(tuple(start is None for start in expected))
-    assert len(seen) > 2
 
 
 def test_masks_of_all_ranks_go_to_their_slots_in_one_call(fakes):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,8 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.engine import memory_plan as module
 from dsv4jax.engine.memory_plan import memory_plan, pages_that_fit
 from dsv4jax.numerics import REFERENCE
+from dsv4jax.params import bytes_per_device
+from sharding import Layout, ShardingRules, expert_parallel
 
 CACHE = CacheConfig(slots=4, pages=1, page_size=64)
 
@@ -27,16 +30,16 @@ def set_free(monkeypatch, free):
 
 def test_no_page_fits_is_not_the_same_as_unknown(cfg, monkeypatch):
     set_free(monkeypatch, None)
-    assert pages_that_fit(cfg, CACHE, REFERENCE, 0) is None
+    assert pages_that_fit(cfg, CACHE, REFERENCE, spare=0) is None
     set_free(monkeypatch, 1 << 20)
-    assert pages_that_fit(cfg, CACHE, REFERENCE, 0) == 0
+    assert pages_that_fit(cfg, CACHE, REFERENCE, spare=0) == 0
 
 
 @pytest.mark.parametrize("spare", [0, 1 << 20])
 @pytest.mark.parametrize("options", [{}, {"tables_on_device": False, "fraction": 0.5}])
 def test_the_pages_that_fit_are_those_with_which_the_plan_fits(cfg, monkeypatch, spare, options):
     set_free(monkeypatch, 20 << 20)
-    pages = pages_that_fit(cfg, CACHE, REFERENCE, spare, **options)
+    pages = pages_that_fit(cfg, CACHE, REFERENCE, spare=spare, **options)
     assert pages > 1
     memory_plan(cfg, dataclasses.replace(CACHE, pages=pages), REFERENCE, workspace=spare, **options).require()
     more = memory_plan(cfg, dataclasses.replace(CACHE, pages=pages + 1), REFERENCE, workspace=spare, **options)
@@ -52,3 +55,27 @@ def test_the_table_names_every_purpose_and_what_is_unknown(cfg, monkeypatch):
     names = [line.split()[0] for line in table.splitlines()]
     assert names == ["weights", "tables", "pages", "windows", "sampling", "workspace", "total"]
     assert "known after compiling" in table and "(unknown)" in table
+
+
+def test_each_device_holds_its_part_of_the_experts_and_a_whole_rank(cfg, monkeypatch):
+    """From shapes: eight devices there need not be."""
+    set_free(monkeypatch, None)
+    one = memory_plan(cfg, CACHE, REFERENCE)
+    layout = Layout(mesh=None, rules=expert_parallel())
+    monkeypatch.setattr(Layout, "devices", 2)
+    two = memory_plan(cfg, CACHE, REFERENCE, layout)
+    parts = bytes_per_device(cfg, expert_parallel(), 2)
+    assert two.tables == parts["Engram tables"] == -(-one.tables // 2)
+    assert two.weights == sum(parts.values()) - two.tables < one.weights
+    assert (two.pages, two.windows, two.sampling) == (one.pages, one.windows, one.sampling)
+
+
+def test_devices_without_memory_of_their_own_share_the_host(cfg, monkeypatch):
+    free = {"first": 5 << 30, "second": 3 << 30}
+    monkeypatch.setattr(module, "available_device_memory", free.get)
+    monkeypatch.setattr(module, "available_host_memory", lambda: 9 << 30)
+    mesh = SimpleNamespace(local_devices=["first", "second"])
+    layout = SimpleNamespace(mesh=mesh, rules=ShardingRules(), devices=1)
+    assert memory_plan(cfg, CACHE, REFERENCE, layout).free == 3 << 30
+    free["first"] = None
+    assert memory_plan(cfg, CACHE, REFERENCE, layout).free == 9 << 29

@@ -74,7 +74,6 @@ class Server:
     def __init__(self, checkpoint, processes):
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": "1",
             # Half the time to compile.
             "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_cpu_use_fusion_emitters=false",
             "DSV4JAX_CLUSTER_TOKEN": TOKEN,
@@ -88,7 +87,7 @@ class Server:
             *flags,
         ]
         if processes > 1:
-            command += [f"--coordinator=127.0.0.1:{free_port()}", f"--processes={processes}"]
+            command += [f"--coordinator=127.0.0.1:{free_port()}", f"--processes={processes}", f"--ranks={processes}"]
         commands = [[*command, *([f"--process={i}"] if i else [])] for i in range(processes)]
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         self.processes = [subprocess.Popen(c, env=environment, **pipes) for c in commands]

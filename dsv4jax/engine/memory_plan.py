@@ -12,12 +12,13 @@ from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.checkpoint.memory import available_device_memory, available_host_memory, require_memory
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
-from dsv4jax.params import abstract_params, named_leaves
+from dsv4jax.params import bytes_per_device
+from sharding import SINGLE, Layout
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose on the device, and what is free there; None if unknown."""
+    """Bytes by purpose on each device, and what is free there; None if unknown."""
 
     weights: int
     tables: int
@@ -61,46 +62,58 @@ def memory_plan(
     cfg: ModelConfig,
     cache_cfg: CacheConfig,
     numerics: Numerics,
+    layout: Layout = SINGLE,
     *,
     tables_on_device: bool = True,
     workspace: int | None = None,
     fraction: float = 0.9,
 ) -> MemoryPlan:
-    """The plan of an engine on the default device, which is free of its parts still."""
-    everything = _spec_bytes(abstract_params(cfg))
-    without_tables = _spec_bytes(abstract_params(cfg, tables_on_device=False))
+    """The plan of each device of a layout, which are free of the engine's parts still; the fullest one decides.
+
+    `cache_cfg` is that of one rank. Devices without memory of their own have equal shares of the host's.
+    """
+    weights = bytes_per_device(cfg, layout.rules, layout.devices)
+    tables = weights.pop("Engram tables")
     cache = jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics))
     per_slot = (cache.windows, cache.open_groups, cache.draft_windows, cache.ngram_ids)
-    (device,) = jnp.zeros((), jnp.int8).devices()
-    free = available_device_memory(device)
+    devices = jnp.zeros((), jnp.int8).devices() if layout.mesh is None else layout.mesh.local_devices
+    on_devices = [available_device_memory(device) for device in devices]
+    if None in on_devices:
+        on_host = available_host_memory()
+        free = None if on_host is None else on_host // len(on_devices)
+    else:
+        free = min(on_devices)
     return MemoryPlan(
-        weights=without_tables,
-        tables=everything - without_tables if tables_on_device else 0,
+        weights=sum(weights.values()),
+        tables=tables if tables_on_device else 0,
         pages=_array_bytes((cache.entries, cache.index_keys)),
         windows=_array_bytes(per_slot),
         sampling=_array_bytes(cache.sampling),
         workspace=workspace,
-        free=available_host_memory() if free is None else free,
+        free=free,
         fraction=fraction,
     )
 
 
 def pages_that_fit(
-    cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics, spare: int, **options: Any
+    cfg: ModelConfig,
+    cache_cfg: CacheConfig,
+    numerics: Numerics,
+    layout: Layout = SINGLE,
+    *,
+    spare: int,
+    **options: Any,
 ) -> int | None:
-    """Pages that the memory left by everything else holds, `spare` bytes kept for the workspace; None if unknown.
+    """Pages of each rank that the memory left by everything else holds, `spare` bytes kept for the workspace; None if
+    unknown.
 
     `cache_cfg` gives all sizes but the number of pages; `options` are those of `memory_plan`.
     """
-    plan = memory_plan(cfg, cache_cfg, numerics, **options)
+    plan = memory_plan(cfg, cache_cfg, numerics, layout, **options)
     if plan.free is None:
         return None
     left = int(plan.free * plan.fraction) - (plan.total - plan.pages) - spare
     return max(0, left // (plan.pages // cache_cfg.pages))
-
-
-def _spec_bytes(params: dict[str, Any]) -> int:
-    return sum(math.prod(spec.shape) * spec.dtype.itemsize for _, spec in named_leaves(params))
 
 
 def _array_bytes(tree: Any) -> int:
