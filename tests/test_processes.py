@@ -84,7 +84,6 @@ class Server:
             f"--model={checkpoint}",
             f"--compilation_cache={checkpoint.parent / 'compiled'}",
             *FLAGS,
-            *flags,
         ]
         if processes > 1:
             command += [f"--coordinator=127.0.0.1:{free_port()}", f"--processes={processes}", f"--ranks={processes}"]
