@@ -227,6 +227,15 @@ class Scheduler:
         following = sum(len(sequence.followers) for sequence in (*self.waiting, *running))
         assert following == self.following, f"{following} choices wait for their first one, {self.following} counted"
 
+    def choose(self, fits: list[tuple[Rank, list[int]]], loads: list[float]) -> tuple[Rank, list[int]]:
+        """Of the ranks that a request fits, each with the pages found there, the one that takes it: see the module.
+
+        Args:
+          fits: in ascending order of ranks; at least one.
+          loads: of all ranks.
+        """
+        return min(fits, key=lambda fit: loads[fit[0].number] - fit[0].saved_tokens(fit[1]))
+
     def _plan_prefills(self, failed: Failures) -> list[tuple[Prefill, ...]]:
         chunks = plan_chunks([rank.ready_prefills(failed) for rank in self.ranks], self.cfg, self._prompt_logprobs)
         first = next((sequence for rank in chunks for sequence, _ in rank), None)
@@ -248,7 +257,7 @@ class Scheduler:
                 if sequence.overtaken >= self.cfg.max_overtakes:
                     break
                 continue
-            rank, pages = min(fits, key=lambda fit: loads[fit[0].number] - fit[0].saved_tokens(fit[1]))
+            rank, pages = self.choose(fits, loads)
             self._dequeue(sequence)
             rank.admit(sequence, pages, now)
             loads[rank.number] = rank.load
