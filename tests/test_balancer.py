@@ -213,6 +213,7 @@ from dsv4jax.balance.solver import Solver
 from dsv4jax.batch import DecodeBucket, PrefillBucket
 from dsv4jax.checkpoint.random import random_params
 from sharding import decode_dep
+from sharding.move import spread_experts
 from sharding.placement import initial_owners
 cfg = dataclasses.replace(
     small_model().cfg, n_routed_experts=8, num_hidden_layers=4, compress_ratios=(0, 2, 1, 1, 0, 0, 0),
@@ -223,8 +224,7 @@ owners = initial_owners(layers, 8, 4, 3)
 loaded = random_params(cfg, 3, layout)
 placed = {i: dict(layer) for i, layer in loaded["layers"].items()}
 for i, layer in placed.items():
-    stacks = jax.tree.map(lambda a: jax.device_put(np.asarray(a)[owners[i]], a.sharding), layer["ffn"]["experts"])
-    layer["ffn"] = layer["ffn"] | {"experts": stacks}
+    layer["ffn"] = layer["ffn"] | {"experts": spread_experts(layer["ffn"]["experts"], owners[i])}
 loaded = loaded | {"layers": placed}
 
 def run(balance):

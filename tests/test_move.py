@@ -1,5 +1,6 @@
 """Copies of expert slots: every bit arrives, nothing else changes, on one device and between eight."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from checkpoint_files import run_python
 
 from pallas_kernels.moe_experts.pack import PackedExperts, PackedWeight
-from sharding.move import copy_arrays, copy_slots
+from sharding.move import copy_arrays, copy_slots, spread_experts
 
 
 def random_stacks(rng, slots):
@@ -49,12 +50,13 @@ def test_slots_between_eight_devices():
 import jax
 import numpy as np
 from sharding.move import copy_slots
-from test_move import MOVES, check
+from test_move import MOVES, check, check_spread
 from sharding import expert_parallel, make_mesh, sharding_for
 mesh, rules = make_mesh(8), expert_parallel()
 def put(a):
     axes = ("expert", *[None] * (a.ndim - 1))
     return jax.device_put(a, sharding_for(axes, rules, mesh, name="stack", shape=a.shape))
+check_spread(put)
 for sources, targets in MOVES:
     for leaf in check(put, sources, targets):
         assert leaf.addressable_shards[0].data.shape[0] == 2
@@ -67,10 +69,21 @@ assert "all-reduce" in program and "all-gather" not in program, "whole stacks ar
     )
 
 
+def test_experts_are_spread_over_more_slots():
+    check_spread(jnp.asarray)
+
+
+def check_spread(put):
+    host = random_stacks(np.random.default_rng(1), 16)
+    owners = np.random.default_rng(2).permutation(24) % 16
+    spread = spread_experts(jax.tree.map(put, host), owners, slots_at_once=5)
+    for leaf, before in zip(jax.tree.leaves(spread), jax.tree.leaves(host), strict=True):
+        found = np.ascontiguousarray(np.asarray(leaf)).view(np.uint8)
+        np.testing.assert_array_equal(found, before.view(np.uint8)[owners])
+
+
 def check(put, sources, targets):
     """Copies, compares with the host, and returns the leaves."""
-    import jax
-
     rng = np.random.default_rng(0)
     host = random_stacks(rng, 16)
     stacks = jax.tree.map(put, host)
