@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -264,6 +266,45 @@ assert found.steps > 0 and 0 < found.measured <= 1 and 0 < found.uniform <= 1
 """,
         devices=4,
     )
+
+
+def test_two_processes_decide_alike_and_have_each_its_part_of_the_weights():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    program = """
+import sys, zlib
+import jax, numpy as np
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+from test_balancer import CFG, LAYERS, busiest, loads, make
+from sharding import expert_parallel, make_mesh, sharding_for
+mesh, rules = make_mesh(2), expert_parallel()
+def put(a, first="expert"):
+    axes = (first, *[None] * (a.ndim - 1))
+    sharding = sharding_for(axes, rules, mesh, name="stack", shape=a.shape)
+    return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+def whole(a):
+    return put(a, None)
+balancer, params, placement = make(put=put)
+placement = jax.tree.map(whole, placement)
+rng = np.random.default_rng(0)
+history = []
+for _ in range(2 * CFG.interval - 1):
+    params, placement = balancer.advance(params, placement)
+    balancer.record(whole(loads(rng)), "decode")
+    history.append(zlib.crc32(balancer.owners))
+assert max(busiest(balancer.owners, loads(rng))) < 1.15
+for layer in range(LAYERS):
+    for leaf in jax.tree.leaves(params["layers"][layer]["ffn"]["experts"]):
+        (shard,) = leaf.addressable_shards
+        expected = 100 * layer + balancer.owners[layer][shard.index[0]]
+        assert (np.asarray(shard.data).reshape(len(expected), -1) == expected[:, None]).all()
+print(history)
+"""
+    with ThreadPoolExecutor(2) as pool:
+        outputs = pool.map(lambda process: run_python(program, address, process), range(2))
+        first, second = (output.splitlines()[-1] for output in outputs)
+    assert first == second and len(set(first.split())) > 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ all are in place, weights and map of the layer change together between two steps
 has been touched, so a failure costs the spare stack and nothing else.
 
 What is decided, and in which step, depends on recorded loads and counts of calls alone, which all processes of a mesh
-share. Each advance does at most one of: choose the placement of one layer, move a few experts, change a layer over.
+share; as with a step, a failure in one of them must end them all. Each advance does at most one of: choose the
+placement of one layer, move a few experts, change a layer over.
 """
 
 import collections
@@ -165,7 +166,7 @@ class ExpertBalancer:
         jax.block_until_ready((spare, self._with_layer(placement, 0, self.owners[0])))
 
     def metrics(self) -> BalanceMetrics:
-        """Its state; waits for the recorded steps."""
+        """Its state; waits for the recorded steps. To be called from the thread that records."""
         ranks, k = self.solver.ranks, self.experts_per_token
         return BalanceMetrics(
             balancedness={
