@@ -1,6 +1,7 @@
 """Drives the step functions over several ranks, for tests: what `serving.Server` does on one device."""
 
 import numpy as np
+from serving import Request
 
 from dsv4jax.batch import (
     DecodeBucket,
@@ -14,7 +15,6 @@ from dsv4jax.batch import (
 from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.sampling import request_rows
 from dsv4jax.steps import decode_step, prefill_step, start_request
-from serving import Request
 
 
 class Ranks:

@@ -18,7 +18,7 @@ from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_fp8, dequantize
 from pallas_kernels.fp8_linear import fp8_grouped_linear
 from pallas_kernels.sparse_attention import sparse_attention
-from sharding import Layout
+from sharding import SINGLE, Layout
 
 
 class Attention(nnx.Module):
@@ -89,7 +89,7 @@ class Attention(nnx.Module):
         cache: Cache,
         selection: Selection | None,
         numerics: Numerics,
-        devices: Layout,
+        devices: Layout = SINGLE,
     ) -> tuple[Float[Array, "tokens hidden"], Cache, Selection | None]:
         """Attends and returns the output, the cache with this layer's window keys, and the selection in force."""
         q_latent, q = self.query(x, by, numerics)

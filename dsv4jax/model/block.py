@@ -16,7 +16,7 @@ from dsv4jax.model.rope import Rotation
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array
 from pallas_kernels.hyper_connections import SiteWeights, hyper_connection_site
-from sharding import Layout
+from sharding import SINGLE, Layout
 
 
 class Block(nnx.Module):
@@ -70,8 +70,8 @@ class Block(nnx.Module):
         cache: Cache,
         selection: Selection | None,
         numerics: Numerics,
-        devices: Layout,
-        placement: tuple[Array, Array] | None,
+        devices: Layout = SINGLE,
+        placement: tuple[Array, Array] | None = None,
     ) -> tuple[Residual, Cache, Selection | None, Int[Array, " experts"]]:
         """Both sublayers, given what `enter("hc_attn", ...)` returned.
 

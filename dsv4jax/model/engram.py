@@ -10,7 +10,7 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.linear import linear
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_fp8, dequantize
-from sharding import Layout
+from sharding import SINGLE, Layout
 from sharding.exchange import table_rows
 
 
@@ -28,7 +28,7 @@ class Engram(nnx.Module):
         self.k_weight = declare_array((cfg.hc_mult, cfg.hidden_size), "BF16", (None, "embed"))
 
     def lookup(
-        self, rows: Int[Array, "tokens columns"], dtype: DTypeLike, devices: Layout
+        self, rows: Int[Array, "tokens columns"], dtype: DTypeLike, devices: Layout = SINGLE
     ) -> Float[Array, "tokens columns dim"]:
         """Decoded table rows."""
         return dequantize(table_rows(devices, self.embed.get_value(), rows), dtype)

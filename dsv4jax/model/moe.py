@@ -13,7 +13,7 @@ from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_experts, declare_fp8
 from pallas_kernels.moe_experts import moe_experts
 from pallas_kernels.moe_experts.reference import expert_outputs, sum_of_experts, swiglu
-from sharding import Layout
+from sharding import SINGLE, Layout
 from sharding.exchange import rank_of, routed_experts
 from sharding.placement import chosen_slots
 
@@ -65,7 +65,7 @@ class SharedExpert(nnx.Module):
         self.w2 = declare_fp8(cfg, cfg.hidden_size, cfg.moe_intermediate_size, ("embed", "shared_width"))
         self.w3 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("shared_width", "embed"))
 
-    def __call__(self, x: Activations, numerics: Numerics, devices: Layout) -> Float[Array, "tokens hidden"]:
+    def __call__(self, x: Activations, numerics: Numerics, devices: Layout = SINGLE) -> Float[Array, "tokens hidden"]:
         z = swiglu(linear(x, self.w1, numerics), linear(x, self.w3, numerics), self.limit)
         return linear(z.astype(x.values.dtype), self.w2, numerics, devices)
 
@@ -87,8 +87,8 @@ class MoE(nnx.Module):
         valid: Bool[Array, " tokens"],
         image_mask: Bool[Array, " tokens"],
         numerics: Numerics,
-        devices: Layout,
-        placement: tuple[Array, Array] | None,
+        devices: Layout = SINGLE,
+        placement: tuple[Array, Array] | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], Int[Array, " experts"]]:
         """Output, and how many of this rank's valid tokens each expert got."""
         values = x.values
