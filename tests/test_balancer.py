@@ -128,6 +128,18 @@ def test_prefill_and_decode_are_recorded_apart_and_balanced_together():
     assert kinds["decode"].steps == kinds["prefill"].steps == CFG.window
 
 
+def test_a_rearrangement_that_outlasts_the_interval_is_finished_before_the_next():
+    balancer, params, placement = make(BalanceConfig(window=5, interval=5, vectors=5, experts_per_step=1))
+    rng = np.random.default_rng(8)
+    begun = set()
+    for _ in range(60):
+        params, placement = run(balancer, params, placement, rng, 1)
+        begun.add(balancer.metrics().rearranged_at)
+    first, second = sorted(begun)[1:3]
+    assert first == 5 and second % 5 == 0 and second > 15
+    assert max(busiest(balancer.owners, loads(rng))) < 1.15
+
+
 def test_without_loads_nothing_happens():
     balancer, params, placement = make()
     for _ in range(3 * CFG.interval):
@@ -215,7 +227,8 @@ from dsv4jax.balance.solver import Solver
 from dsv4jax.batch import DecodeBucket, PrefillBucket
 from dsv4jax.checkpoint.random import random_params
 from sharding import decode_dep
-from sharding.move import spread_experts
+from jax import NamedSharding, P
+from sharding.move import put_like, spread_experts
 from sharding.placement import initial_owners
 cfg = dataclasses.replace(
     small_model().cfg, n_routed_experts=8, num_hidden_layers=4, compress_ratios=(0, 2, 1, 1, 0, 0, 0),
@@ -233,7 +246,7 @@ def run(balance):
     balancer = ExpertBalancer(
         BalanceConfig(window=3, interval=4, vectors=3, experts_per_step=2), Solver(4), owners, stack="layers",
         experts=8, experts_per_token=k)
-    params, placement = loaded, balancer.placement
+    params, placement = loaded, put_like(balancer.placement, jax.device_put(0, NamedSharding(layout.mesh, P())))
     buckets = dict(prefill=PrefillBucket(tokens=8, requests=1, pages=6, tile=8), decode=DecodeBucket(1, 6))
     numerics = dataclasses.replace(NOQUANT, routing="skewed")
     ranks = Ranks(cfg, params, numerics, layout, slots=1, pages=6, **buckets)
@@ -254,6 +267,7 @@ def run(balance):
         tokens = logits[-1].reshape(4, -1).argmax(-1)
     for before, after in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
         assert before.sharding.is_equivalent_to(after.sharding, before.ndim), "a step would be compiled again"
+    assert placement.slots.sharding.is_equivalent_to(NamedSharding(layout.mesh, P()), 3)
     popularity = loads[:, np.argsort(np.random.default_rng(0).permutation(8))]
     assert (popularity[:, :2].sum(1) > 2 * popularity[:, -2:].sum(1)).all(), "forced routing does not reach the layers"
     return np.stack(logits), changed, balancer.metrics()

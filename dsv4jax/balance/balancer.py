@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Int, Int32
 
 from dsv4jax.balance.metrics import BalanceMetrics, balancedness
-from dsv4jax.balance.record import LoadRecord, clear_record, empty_record, record_load, recorded_loads
+from dsv4jax.balance.record import LoadRecord, clear_record, empty_record, record_load, recorded_loads, set_owners
 from dsv4jax.balance.solver import Solver
 from dsv4jax.params import Params
 from sharding.move import copy_arrays, copy_slots, put_like
@@ -36,7 +36,8 @@ class BalanceConfig:
     """When to balance.
 
     Args:
-      interval: steps from the begin of one rearrangement to the next.
+      interval: steps from the begin of one rearrangement to the next. One that is still under way then goes on, and the
+        next begins an interval later.
       window: a rearrangement is made for the loads of that many steps before it.
       vectors: of how many steps in the window, evenly spaced, the loads are kept one by one; 0 = only their sum.
       experts_per_step: experts that are moved between two steps; each takes its bytes on every device meanwhile.
@@ -94,10 +95,9 @@ class ExpertBalancer:
         self.cfg, self.solver, self.stack = cfg, solver, stack
         self.experts, self.experts_per_token = experts, experts_per_token
         self.owners = owners.astype(np.int32)
-        self._owners_on_device: Array | None = None
         self._records: dict[str, LoadRecord] = {}
         self._snapshot: list[LoadRecord] = []
-        self._loads = np.zeros((0, *owners.shape), np.int32)
+        self._loads = np.zeros((0, len(owners), experts), np.int32)
         self._layers: collections.deque[int] = collections.deque()
         self._current: _Rearrangement | None = None
         self._advances = self._rearrangements = self._moved = self._failures = 0
@@ -120,19 +120,16 @@ class ExpertBalancer:
         if expert_load.shape != expected:
             raise ValueError(f"expert_load {expert_load.shape}: {self.stack!r} has (layers, experts) = {expected}")
         if kind not in self._records:
-            record = empty_record(*expected, self.cfg.window, self.cfg.vectors)
+            record = empty_record(self.owners, self.experts, self.cfg.window, self.cfg.vectors)
             self._records[kind] = put_like(record, expert_load)
-        if self._owners_on_device is None:
-            self._owners_on_device = put_like(self.owners, expert_load)
-        self._records[kind] = record_load(
-            self._records[kind], expert_load, self._owners_on_device, ranks=self.solver.ranks
-        )
+        self._records[kind] = record_load(self._records[kind], expert_load, ranks=self.solver.ranks)
 
     def advance(self, params: Params, placement: ExpertPlacement) -> tuple[Params, ExpertPlacement]:
         """Goes on with balancing; call once between any two steps, with what the next step would run with.
 
         Returns what it is to run with: mostly just these, and one layer of both changed when it is ready. The arguments
-        are not changed, and are those that steps in flight go on with.
+        are not changed, and are those that steps in flight go on with. Arrays stay on the devices where they are: put
+        the first placement where the steps want it (`sharding.move.put_like`).
 
         Raises what a program raises, such as a lack of memory; ValueError if the stacks do not have the slots. Then the
         rearrangement is abandoned, every layer stays as it is in the arguments, and the next one begins in its time.
@@ -161,9 +158,11 @@ class ExpertBalancer:
         Raises as `advance`.
         """
         stacks = self._experts(params, 0)
-        self._records = {kind: clear_record(copy_arrays(record)) for kind, record in self._records.items()}
+        first, owners = np.int32(0), self.owners[0]
+        for kind, record in self._records.items():
+            self._records[kind] = clear_record(copy_arrays(set_owners(record, first, owners)))
         spare = self._copy(copy_arrays(stacks), stacks, [])
-        jax.block_until_ready((spare, self._with_layer(placement, 0, self.owners[0])))
+        jax.block_until_ready((spare, self._with_layer(placement, first, owners)))
 
     def metrics(self) -> BalanceMetrics:
         """Its state; waits for the recorded steps. To be called from the thread that records."""
@@ -230,15 +229,17 @@ class ExpertBalancer:
         current = self._current
         # Had a copy failed on the device, it would raise here, and not in a step that needs the weights.
         jax.block_until_ready(current.spare)
-        placement = self._with_layer(placement, current.layer, current.owners)
+        layer, owners = np.int32(current.layer), current.owners
+        placement = self._with_layer(placement, layer, owners)
         params = self._with_experts(params, current.layer, current.spare)
+        self._records = {kind: set_owners(record, layer, owners) for kind, record in self._records.items()}
         self.owners = self.owners.copy()
-        self.owners[current.layer] = current.owners
-        self._owners_on_device = self._current = None
+        self.owners[layer] = owners
+        self._current = None
         return params, placement
 
     def _with_layer(
-        self, placement: ExpertPlacement, layer: int, owners: Int32[np.ndarray, " slots"]
+        self, placement: ExpertPlacement, layer: np.int32, owners: Int32[np.ndarray, " slots"]
     ) -> ExpertPlacement:
         return _set_layer(
             placement, np.int32(layer), placement_from_owners(owners[None], self.experts, self.solver.ranks)
