@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from checkpoint_files import run_python
 
-from pallas_kernels.moe_experts.pack import PackedExperts, PackedWeight
+from dsv4jax.weights import Mxfp4Weight
+from pallas_kernels.moe_experts.pack import PackedExperts, PackedWeight, pack_experts
 from sharding.move import copy_arrays, copy_slots, spread_experts
 
 
@@ -67,6 +68,24 @@ assert "all-reduce" in program and "all-gather" not in program, "whole stacks ar
 """,
         devices=8,
     )
+
+
+def test_what_the_kernels_read_is_made_expert_by_expert():
+    """Packing stacks in another order gives the packed stacks in that order, in every leaf: so they may be moved."""
+    rng = np.random.default_rng(3)
+
+    def stack(out, inner):
+        return Mxfp4Weight(
+            jnp.asarray(rng.integers(256, size=(3, out, inner // 2), dtype=np.uint8)),
+            jnp.asarray(rng.integers(110, 130, size=(3, out, inner // 32), dtype=np.uint8)),
+        )
+
+    stacks = [stack(256, 256) for _ in range(3)]
+    order = np.array([2, 0, 1, 2])
+    pack = jax.jit(pack_experts)
+    packed, again = pack(*stacks), pack(*jax.tree.map(lambda a: a[order], stacks))
+    assert isinstance(packed, PackedExperts) and len(jax.tree.leaves(packed)) == 4
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a)[order], b), packed, again)
 
 
 def test_experts_are_spread_over_more_slots():

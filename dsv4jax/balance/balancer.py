@@ -134,18 +134,18 @@ class ExpertBalancer:
         Raises what a program raises, such as a lack of memory; ValueError if the stacks do not have the slots. Then the
         rearrangement is abandoned, every layer stays as it is in the arguments, and the next one begins in its time.
         """
+        self._advances += 1
+        under_way = self._current is not None or bool(self._layers)
         try:
-            params, placement = self._go_on(params, placement)
+            if self._advances % self.cfg.interval == 0 and not under_way:
+                self._begin()
+            if (self._advances + self.cfg.window) % self.cfg.interval == 0:
+                self._records = {kind: clear_record(record) for kind, record in self._records.items()}
+            return self._go_on(params, placement) if under_way else (params, placement)
         except BaseException:
             self.abandon()
             self._failures += 1
             raise
-        self._advances += 1
-        if self._advances % self.cfg.interval == 0 and not self._busy:
-            self._begin()
-        if (self._advances + self.cfg.window) % self.cfg.interval == 0:
-            self._records = {kind: clear_record(record) for kind, record in self._records.items()}
-        return params, placement
 
     def abandon(self) -> None:
         """Drops the rearrangement that is under way, if any; layers that were changed over stay so."""
@@ -178,18 +178,14 @@ class ExpertBalancer:
             failures=self._failures,
         )
 
-    @property
-    def _busy(self) -> bool:
-        return self._current is not None or bool(self._layers)
-
     def _begin(self) -> None:
-        self._rearrangements += 1
-        self._begun_at, self._moved = self._advances, 0
-        self._layers.extend(range(len(self.owners)))
         # Copies, because the records go on; read in the next advance, when the last step is done.
         self._snapshot = [copy_arrays(record) for record in self._records.values()]
         for leaf in jax.tree.leaves(self._snapshot):
             leaf.copy_to_host_async()
+        self._layers.extend(range(len(self.owners)))
+        self._rearrangements += 1
+        self._begun_at, self._moved = self._advances, 0
 
     def _go_on(self, params: Params, placement: ExpertPlacement) -> tuple[Params, ExpertPlacement]:
         if self._snapshot:
@@ -199,7 +195,7 @@ class ExpertBalancer:
             if not self._current.moves:
                 return self._change_over(params, placement)
             self._move_some(params)
-        elif self._layers:
+        else:
             self._choose(self._layers.popleft(), params)
         return params, placement
 
@@ -229,21 +225,21 @@ class ExpertBalancer:
         current = self._current
         # Had a copy failed on the device, it would raise here, and not in a step that needs the weights.
         jax.block_until_ready(current.spare)
-        layer, owners = np.int32(current.layer), current.owners
-        placement = self._with_layer(placement, layer, owners)
+        layer = np.int32(current.layer)
+        owners = self.owners.copy()
+        owners[layer] = current.owners
+        records = {kind: set_owners(record, layer, current.owners) for kind, record in self._records.items()}
+        placement = self._with_layer(placement, layer, current.owners)
         params = self._with_experts(params, current.layer, current.spare)
-        self._records = {kind: set_owners(record, layer, owners) for kind, record in self._records.items()}
-        self.owners = self.owners.copy()
-        self.owners[layer] = owners
-        self._current = None
+        # Nothing fails from here on: the caller gets what is noted here.
+        self.owners, self._records, self._current = owners, records, None
         return params, placement
 
     def _with_layer(
         self, placement: ExpertPlacement, layer: np.int32, owners: Int32[np.ndarray, " slots"]
     ) -> ExpertPlacement:
-        return _set_layer(
-            placement, np.int32(layer), placement_from_owners(owners[None], self.experts, self.solver.ranks)
-        )
+        row = placement_from_owners(owners[None], self.experts, self.solver.ranks)
+        return _set_layer(placement, layer, row)
 
     def _experts(self, params: Params, layer: int) -> Any:
         stacks = params[self.stack][layer]["ffn"]["experts"]
