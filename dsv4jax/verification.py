@@ -42,7 +42,8 @@ from dsv4jax.sampling import (
 )
 
 Method = Literal["rejection", "blockwise"]
-# Streams of noise besides that of `sample`, which draws the token after the accepted drafts.
+# Purposes of a round's own noise. They are no token ids: the keys they give are none of the numbers that the noise of
+# the round's first position hashes.
 _DRAFT, _ACCEPT = 2**32 - 1, 2**32 - 2
 
 
@@ -66,14 +67,16 @@ def draw_drafts(
     logits: Float32[Array, "requests vocab"],
     params: SamplingParams,
     positions: Int32[Array, "requests"],
+    starts: Int32[Array, "requests"],
     *,
-    shared_noise: bool,
+    shared_noise: bool = False,
 ) -> Int32[Array, "requests"]:
     """Draws a draft for each position from softmax(logits / temperature); the best token if the temperature is 0.
 
     No filter, penalty, bias or mask applies to a draft.
 
     Args:
+      starts: position of the newest chosen token, from which the drafts go on.
       shared_noise: True draws with the noise that `sample` has for the position, for `verify` without draft logits: if
         both models agree, so do their tokens, provided the request has the same seed in the step that verifies. False
         draws with noise of its own, for `verify` with these logits.
@@ -81,8 +84,8 @@ def draw_drafts(
     random = draws_at_random(params)
 
     def draw():
-        stream = None if shared_noise else _DRAFT
-        noise = gumbel_noise(params, positions[:, None], logits.shape[-1], stream)[:, 0]
+        source = params if shared_noise else _in_round(params, starts, _DRAFT)
+        noise = gumbel_noise(source, positions[:, None], logits.shape[-1])[:, 0]
         return jnp.argmax(jnp.where(random[:, None], _tempered(logits, params) + noise, logits), axis=-1)
 
     return lax.cond(jnp.any(random), draw, lambda: jnp.argmax(logits, axis=-1)).astype(jnp.int32)
@@ -130,9 +133,10 @@ def verify(
     and w_i for the last. The token after it is drawn from max(w_i p - q, 0). On average at least as many drafts stand
     as with `rejection`, for one more pass over both distributions.
 
-    The noise of all that is drawn for a position has the key "request's seed, folded with the position", one stream
-    each for draft, acceptance and token. The token's stream is that of `sample`: a request without drafts gets the
-    same token from both.
+    A token is drawn with the noise of `sample`, so that a request without drafts gets the same token from both. Drafts
+    and acceptance have noise of their own, from "request's seed, folded with the position of the round's first token":
+    a block's length depends on all its drafts, so those that do not stand must not be drawn again with the same noise.
+    A seeded request gets the same tokens in any batch, slot or bucket that verifies as many drafts.
 
     Besides the logits given, at most about five arrays of the size of `target_logits` are alive at a time.
     """
@@ -144,7 +148,7 @@ def verify(
     random = valid & draws_at_random(params)[:, None]
     verifiable = (columns[:-1] < draft_counts[:, None]) & valid[:, 1:] & defined[:, :-1]
     verifiable &= (drafts >= 0) & (drafts < vocab)
-    uniform = _uniform_noise(params, positions[:, :-1] + 1)
+    uniform = _uniform_noise(_in_round(params, positions[:, 0], _ACCEPT), positions[:, :-1])
 
     def settled(accepted: Int32[Array, "requests"]) -> Int32[Array, "requests"]:
         if forced_acceptance is None:
@@ -256,11 +260,20 @@ def _block_length(
     return jnp.max(jnp.where(passes, length, 0), axis=1)
 
 
+def _in_round(params: SamplingParams, starts: Int32[Array, "requests"], purpose: int) -> SamplingParams:
+    """The settings with seeds for noise of the round that starts at these positions."""
+
+    def seed_of(seed, start):
+        return jax.random.key_data(jax.random.fold_in(noise_key(seed, start), purpose))
+
+    return params.replace(seed=jax.vmap(seed_of)(params.seed, starts))
+
+
 def _uniform_noise(
     params: SamplingParams, positions: Int32[Array, "requests drafts"]
 ) -> Float32[Array, "requests drafts"]:
     def noise(seed, position):
-        return jax.random.uniform(noise_key(seed, position, _ACCEPT))
+        return jax.random.uniform(noise_key(seed, position))
 
     return jax.vmap(jax.vmap(noise, (None, 0)))(params.seed, positions)
 

@@ -81,7 +81,8 @@ class Batch:
         """Draws drafts as the way of verification wants them."""
         for j in range(DRAFTS):
             logits, positions = self.draft_logits[:, j], self.positions[:, j + 1]
-            self.tokens[:, j + 1] = draw(logits, self.params, positions, shared_noise=way == WAYS[0])
+            shared = way == WAYS[0]
+            self.tokens[:, j + 1] = draw(logits, self.params, positions, self.positions[:, 0], shared_noise=shared)
         return self
 
     @property
