@@ -382,7 +382,8 @@ def test_random_drafts_are_drawn_from_what_the_slot_keeps(tiny, undrafted):
         runs.append(stream)
         if company:
             params = jax.tree.map(jnp.asarray, server._speculative(*((r, 0) for r in moved)).sampling)
-            drafts = jax.tree.map(lambda a, order=np.array(slots): a[order], kept)
+            by_request = np.array(slots)
+            drafts = jax.tree.map(lambda a, at=by_request: a[at], kept)
             for j in range(4):
                 drawn = draw_drafts(drafts.logits[:, j], params, drafts.positions + 1 + j)
                 assert drawn.tolist() == drafts.tokens[:, j].tolist()
@@ -394,24 +395,20 @@ def test_random_drafts_are_drawn_from_what_the_slot_keeps(tiny, undrafted):
 
 def test_the_number_of_drafts_follows_costs_and_limits(tiny, undrafted):
     requests, chosen, _ = undrafted
-    greedy = dataclasses.replace(requests[1], sampling=KINDS[1])
+    greedy, known = requests[1], following(requests, chosen)
     server = serve(tiny)
     begin(server, greedy)
     speculate_at_random(server, (greedy, 4))
-    for options, verified in (
-        (dict(step_seconds=FLAT), 4),
-        (dict(step_seconds=STEEP), 0),
-        (dict(step_seconds=STEEP, min_drafts=2), 2),
-        (dict(step_seconds=FLAT, end=LENGTHS[1] + 7), 1),
-    ):
-        known = following(requests, chosen)
+    for costs, min_drafts, room, verified in ((FLAT, 0, 9, 4), (STEEP, 0, 9, 0), (STEEP, 2, 9, 2), (FLAT, 2, 1, 1)):
         server.cache = with_drafts(server.cache, known, jnp.full(3, 4))
-        # Drafts that are the best tokens count as such for a greedy request.
-        assert int(speculate_at_random(server, (greedy, 4), **options).verified[0]) == verified, options
-        start = int(server.cache.drafts.positions[1])
-        assert int(server.cache.sampling.next_tokens[1]) == known[1, start]
-        if "end" not in options:
-            server.cache = server.cache.replace(drafts=server.cache.drafts.replace(positions=server.cache.drafts.positions))
+        position = int(server.cache.drafts.positions[1])
+        output = speculate_at_random(
+            server, (greedy, 4), step_seconds=costs, min_drafts=min_drafts, end=position + 1 + room
+        )
+        assert output.verified.tolist() == [verified, 0, 0]
+        # All of them are right.
+        assert output.counts.tolist() == [verified + 1, 0, 0]
+        assert output.tokens[0, : verified + 1].tolist() == known[1, position + 1 : position + verified + 2].tolist()
 
 
 def test_masks_of_positions_end_the_accepted_drafts(tiny, undrafted):
