@@ -73,10 +73,10 @@ def choose_draft_counts(
         requests · (1 + drafts) + 1 entries. Where it falls, the larger time before counts: a step is not taken to be
         cheaper for running more tokens.
       minimums: drafts to verify in any case, at most `limits`: equal to it for a request with a fixed number.
-      drawn_at_random: True if `verify` gets draft logits. What comes out then has the target's distribution only if
-        whether a draft is verified does not depend on that draft itself, as the confidences after it do. So each draft
-        is decided on as if the request's later conditional probabilities were equal to its own. False gives the
-        maximum over all choices.
+      drawn_at_random: True where `verify` gets draft logits. What comes out then has the target's distribution only if
+        a draft has no say in whether it is verified, and the confidences after it depend on it. So each draft is
+        decided on as if the request's later drafts were as likely to follow as this one. False gives the maximum over
+        all choices.
 
     Of equally good choices the smallest is taken. Tokens go to the drafts with the largest survivals, equal ones in
     order of request and draft.

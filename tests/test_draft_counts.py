@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special
 
+from dsv4jax import draft_counts
 from dsv4jax.draft_counts import StepCosts, choose_draft_counts
 from dsv4jax.draft_statistics import BINS, DraftStatistics, step_statistics, zero_statistics
 
 REQUESTS, DRAFTS = 4, 3
 TOTALS = REQUESTS * (1 + DRAFTS) + 1
+predict = jax.jit(draft_counts.survivals)
 choose = jax.jit(choose_draft_counts, static_argnames="drawn_at_random")
 
 
@@ -90,7 +92,7 @@ def has_a_say(data_seed, drawn_at_random):
 
 @settings(deadline=None, max_examples=200)
 @given(data_seed=st.integers(0, 2**32))
-def test_a_draft_drawn_at_random_has_no_say_in_its_own_verification(data_seed):
+def test_a_causal_choice_gives_a_draft_no_say_in_its_own_verification(data_seed):
     assert not has_a_say(data_seed, drawn_at_random=True)
 
 
@@ -172,10 +174,12 @@ def test_statistics_of_steps_add_up(data_seed):
         valid = rng.random(REQUESTS) < 0.8
         step = jax.jit(step_statistics)(confidences, counts, accepted, valid)
         total = jax.tree.map(np.add, total, step)
+        predicted = np.asarray(predict(confidences))
+        np.testing.assert_allclose(predicted, survivals(confidences), rtol=1e-4)
         for b in np.flatnonzero(valid):
             expected["rounds"] += counts[b] > 0
             for j in range(counts[b]):
-                survival = survivals(confidences)[b, j]
+                survival = predicted[b, j]
                 i = min(int(survival * BINS), BINS - 1)
                 expected["verified"][j] += 1
                 expected["accepted"][j] += j < accepted[b]
@@ -184,4 +188,4 @@ def test_statistics_of_steps_add_up(data_seed):
                 expected["bin_accepted"][i] += j < accepted[b]
     assert isinstance(total, DraftStatistics)
     for name, value in expected.items():
-        np.testing.assert_allclose(getattr(total, name), value, rtol=1e-5)
+        np.testing.assert_allclose(getattr(total, name), value, rtol=1e-5, err_msg=name)

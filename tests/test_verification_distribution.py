@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import special, stats
 from test_sampling import assert_distributed, bit_masks, expected_adjusted, expected_distribution, new_state
 
 from dsv4jax import verification
@@ -21,6 +22,7 @@ from dsv4jax.sampling_settings import RequestSampling
 VOCAB, DRAFTS, DRAWS = 4, 3, 8000
 LENGTH = DRAFTS + 1
 PROMPT, GENERATED = [3, 3], [1, 1, 2]
+START = len(PROMPT) + len(GENERATED) - 1  # position of the newest generated token
 BIAS = {0: 0.5, 3: -0.4}
 rng = np.random.default_rng(0)
 TARGET = (rng.normal(size=(LENGTH, VOCAB, VOCAB)) * 1.2).astype(np.float32)
@@ -40,7 +42,8 @@ SETTINGS = [
     {"repetition_penalty": 1.8},
     {"repetition_penalty": 0.6, "frequency_penalty": 0.5, "presence_penalty": -0.5, "top_p": 0.9},
 ]
-WAYS = ["argmax", "rejection", "blockwise"]
+WAYS = ["argmax", "shared noise", "rejection", "blockwise"]
+DRAWN = ["rejection", "blockwise"]  # with draft logits
 
 
 def anything(prefix):
@@ -55,6 +58,10 @@ def no_repetition(prefix):
     return allowed
 
 
+def every_draft(drafts):
+    return np.full(DRAWS, DRAFTS)
+
+
 class Experiment:
     """One request's settings, in `DRAWS` copies with different seeds."""
 
@@ -64,11 +71,10 @@ class Experiment:
         self.params = params.replace(seed=np.random.default_rng(1).integers(0, 2**32, (DRAWS, 2), dtype=np.uint32))
         state = new_state([PROMPT], {0: BIAS}, VOCAB)
         counts = np.bincount(GENERATED[:-1], minlength=VOCAB)
-        counted = len(PROMPT) + len(GENERATED) - 1
         self.state = state.replace(
-            output_counts=state.output_counts.at[0].set(counts), counted=state.counted.at[0].set(counted)
+            output_counts=state.output_counts.at[0].set(counts), counted=state.counted.at[0].set(START)
         )
-        self.positions = np.tile(counted + np.arange(LENGTH, dtype=np.int32), (DRAWS, 1))
+        self.positions = np.tile(START + np.arange(LENGTH, dtype=np.int32), (DRAWS, 1))
 
         prefixes = [list(itertools.product(range(VOCAB), repeat=j)) for j in range(LENGTH)]
         # Row c of item j belongs to the prefix of j tokens that are the digits of c.
@@ -91,7 +97,8 @@ class Experiment:
             if way == "argmax":
                 tokens.append(logits[j].argmax(1))
             else:
-                tokens.append(np.asarray(draw_program()(logits[j], self.params, self.positions[:, j + 1])))
+                draw = draw_program(way == "shared noise")
+                tokens.append(np.asarray(draw(logits[j], self.params, self.positions[:, j + 1], self.positions[:, 0])))
             if j + 1 < DRAFTS:
                 logits.append(DRAFT[j + 1, tokens[-1]])
         return np.stack(tokens[1:], 1).astype(np.int32), np.stack(logits, 1)
@@ -106,7 +113,7 @@ class Experiment:
             TARGET[np.arange(LENGTH), tokens],
             drafts,
             counts,
-            None if way == "argmax" else draft_logits,
+            draft_logits if way in DRAWN else None,
             self.state,
             self.params,
             np.zeros(DRAWS, np.int32),
@@ -127,15 +134,53 @@ class Experiment:
             sequences[:, j] = np.where(emitted[:, j], sequences[:, j], drawn)
         return accepted, sequences
 
-    def check(self, way, draft_counts=None):
+    def verified_again_and_again(self, way):
+        """Sequences of LENGTH tokens, of as many rounds as each request needs; no penalties, no grammar."""
+        sequences = np.zeros((DRAWS, 2 * LENGTH), np.int32)
+        done, newest = np.zeros(DRAWS, np.int32), np.full(DRAWS, GENERATED[-1], np.int32)
+        columns = np.arange(LENGTH)
+        while np.any(done < LENGTH):
+            rounds = np.minimum(done, LENGTH)[:, None] + columns  # place of each row's token in the sequence
+            tokens = [newest]
+            for j in range(DRAFTS):
+                logits = DRAFT[rounds[:, j] % DRAFTS, tokens[j]]
+                starts = self.positions[:, 0] + done
+                draw = draw_program(way == "shared noise")
+                tokens.append(np.asarray(draw(logits, self.params, starts + j + 1, starts)))
+            tokens = np.stack(tokens, 1)
+            result = verify_program(way)(
+                TARGET[rounds % LENGTH, tokens],
+                tokens[:, 1:],
+                np.full(DRAWS, DRAFTS, np.int32),
+                DRAFT[rounds[:, :-1] % DRAFTS, tokens[:, :-1]] if way in DRAWN else None,
+                self.state,
+                self.params,
+                np.zeros(DRAWS, np.int32),
+                tokens,
+                self.positions[:, :1] + done[:, None] + columns,
+                np.tile(done[:, None] < LENGTH, LENGTH),
+                allowed=np.full((DRAWS, LENGTH, 1), 0xFFFFFFFF, np.uint32),
+            )
+            emitted = np.asarray(result.emitted)
+            row = np.nonzero(emitted)
+            sequences[row[0], (done[:, None] + columns)[row]] = np.asarray(result.tokens)[row]
+            done += emitted.sum(1, dtype=np.int32)
+            newest = np.where(done < LENGTH, sequences[np.arange(DRAWS), np.maximum(done - 1, 0)], 0).astype(np.int32)
+        return sequences[:, :LENGTH]
+
+    def check(self, way, draft_counts=every_draft):
         """Raises AssertionError unless first tokens and sequences are distributed as they should be."""
-        accepted, sequences = self.verified(way, draft_counts or (lambda drafts: np.full(DRAWS, DRAFTS)))
+        accepted, sequences = self.verified(way, draft_counts)
+        assert_distributed(sequences[:, 0], self.next[0][0])
+        assert_distributed(code(sequences), self.joint())
+        return accepted
+
+    def joint(self):
+        """Probabilities of all sequences by their code."""
         joint = np.ones(1)
         for distributions in self.next:
             joint = (joint[:, None] * distributions).ravel()
-        assert_distributed(sequences[:, 0], self.next[0][0])
-        assert_distributed(code(sequences), joint)
-        return accepted
+        return joint
 
 
 def code(sequences):
@@ -144,13 +189,16 @@ def code(sequences):
 
 
 @functools.cache
-def draw_program():
-    return jax.jit(verification.draw_drafts)
+def draw_program(shared_noise):
+    return jax.jit(functools.partial(verification.draw_drafts, shared_noise=shared_noise))
+
+
+def verify_program(way):
+    return compiled_verify(way if way in DRAWN else "rejection")
 
 
 @functools.cache
-def verify_program(way):
-    method = "blockwise" if way == "blockwise" else "rejection"
+def compiled_verify(method):
     return jax.jit(functools.partial(verification.verify, method=method))
 
 
@@ -159,6 +207,14 @@ def verify_program(way):
 def test_sequences_have_the_distribution_of_the_model(fields, way):
     accepted = Experiment(fields).check(way)
     assert 0 < np.mean(accepted) < DRAFTS
+
+
+def test_drafts_of_a_block_that_did_not_stand_do_not_decide_about_the_next(monkeypatch):
+    """They are drawn again, by the same seed for the same positions."""
+    monkeypatch.setitem(globals(), "DRAWS", 3 * DRAWS)
+    experiment = Experiment({})
+    sequences = experiment.verified_again_and_again("blockwise")
+    assert_distributed(code(sequences), experiment.joint())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -176,15 +232,16 @@ def by_the_draft_itself(drafts):
     return np.where(drafts[:, 0] == 1, 0, DRAFTS)
 
 
-@pytest.mark.parametrize("way", ["rejection", "blockwise"])
+@pytest.mark.parametrize("way", DRAWN)
 def test_the_choice_of_counts_may_depend_on_earlier_drafts(way):
     accepted = Experiment({"temperature": 1.3}).check(way, by_earlier_drafts)
     assert set(accepted) == {0, 1, 2, 3}
 
 
-def test_only_drafts_not_drawn_at_random_may_choose_their_own_count():
-    Experiment({}).check("argmax", by_the_draft_itself)
-    for way in ("rejection", "blockwise"):
+def test_drafts_may_choose_their_own_count_without_draft_logits_only():
+    for way in ("argmax", "shared noise"):
+        Experiment({}).check(way, by_the_draft_itself)
+    for way in DRAWN:
         with pytest.raises(AssertionError):
             Experiment({}).check(way, by_the_draft_itself)
 
@@ -194,6 +251,28 @@ def test_no_drafts_and_one_draft(way):
     experiment = Experiment({"temperature": 1.3, "top_p": 0.95})
     assert not np.any(experiment.check(way, lambda drafts: np.zeros(DRAWS)))
     assert set(experiment.check(way, lambda drafts: np.arange(DRAWS) % 2)) == {0, 1}
+
+
+def test_one_by_one_a_draft_is_accepted_as_often_as_possible():
+    experiment = Experiment({"temperature": 0.8})
+    accepted = experiment.check("rejection")
+    draft = special.softmax(DRAFT[0, GENERATED[-1]].astype(np.float64) / 0.8)
+    overlap = np.minimum(experiment.next[0][0], draft).sum()
+    assert stats.binomtest(int(np.sum(accepted > 0)), DRAWS, overlap).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.8}, {"frequency_penalty": 0.9}], ids=str)
+def test_a_block_accepts_more_than_its_drafts_one_by_one_and_those_more_than_other_drafts(fields):
+    experiment = Experiment(fields)
+    argmax, shared, one_by_one, block = (experiment.verified(way, every_draft)[0].mean() for way in WAYS)
+    assert block > one_by_one > shared > argmax
+
+
+def test_drafts_of_the_target_itself_all_stand(monkeypatch):
+    monkeypatch.setitem(globals(), "DRAFT", TARGET[:-1])
+    monkeypatch.setitem(globals(), "BIAS", {0: 0.0})
+    for way in WAYS[1:]:
+        assert np.mean(Experiment({"temperature": 0.9}).check(way) == DRAFTS) > 0.999  # but for rounding
 
 
 # A wrong verifier must not pass.
@@ -228,6 +307,11 @@ def temperature_of_drafts_is_1(right):
     return lambda logits, params: right(logits, params.replace(temperature=jnp.ones(DRAWS)))
 
 
+def noise_of_drafts(right):
+    starts = jnp.full(DRAWS, START, jnp.int32)
+    return lambda params, *batch: right(verification._in_round(params, starts, verification._DRAFT), *batch)
+
+
 def every_draft_by_its_weight(right):
     def wrong(counts, weights, excess, uniform):
         return verification._prefix_length((jnp.arange(DRAFTS) < counts[:, None]) & (uniform < weights))
@@ -249,7 +333,7 @@ MISTAKES = {
     "masks": ("adjusted_logits", lambda right: lambda *batch: right(*batch[:-1])),
     "filters": ("filtered_logits", lambda right: lambda adjusted, random, params: adjusted),
     "temperature of drafts": ("_tempered", temperature_of_drafts_is_1),
-    "noise of drafts": ("gumbel_noise", lambda right: lambda *batch: right(*batch, verification._DRAFT)),
+    "noise of drafts": ("gumbel_noise", noise_of_drafts),
     "residual without weight": ("_excess", lambda right: lambda *rows: right(*rows[:-1], jnp.ones_like(rows[-1]))),
     "every draft by its weight": ("_block_length", every_draft_by_its_weight),
     "weights without bound": ("_block_weights", weights_without_bound),
@@ -276,8 +360,7 @@ def mistaken_program(way):
         with pytest.MonkeyPatch.context() as patch:
             for name in dict(MISTAKES.values()):
                 patch.setattr(verification, name, with_switches(name, mistake))
-            method = "blockwise" if way == "blockwise" else "rejection"
-            return verification.verify(*arguments, method=method, **options)
+            return verification.verify(*arguments, method=way if way in DRAWN else "rejection", **options)
 
     return jax.jit(program)
 
@@ -285,17 +368,17 @@ def mistaken_program(way):
 @pytest.mark.parametrize(
     ("mistake", "ways", "fields"),
     [
-        ("accepts with p", ["rejection", "blockwise"], {}),
-        ("accepts always", ["rejection", "blockwise"], {}),
-        ("draws from p after a rejection", ["rejection", "blockwise"], {}),
-        ("takes drafts for argmax", ["rejection", "blockwise"], {}),
-        ("penalties", WAYS, {"frequency_penalty": -1.0}),
-        ("penalties", ["rejection", "blockwise"], {"repetition_penalty": 5.0}),
-        ("masks", WAYS, {}),
-        ("filters", ["rejection", "blockwise"], {"temperature": 0.5}),
-        ("filters", ["rejection", "blockwise"], {"top_p": 0.7}),
-        ("temperature of drafts", ["rejection", "blockwise"], {"temperature": 0.5}),
-        ("noise of drafts", ["rejection", "blockwise"], {}),
+        ("accepts with p", DRAWN, {}),
+        ("accepts always", DRAWN, {}),
+        ("draws from p after a rejection", DRAWN, {}),
+        ("takes drafts for argmax", DRAWN, {}),
+        ("penalties", DRAWN, {"frequency_penalty": -1.0}),
+        ("penalties", DRAWN, {"repetition_penalty": 5.0}),
+        ("masks", DRAWN, {}),
+        ("filters", DRAWN, {"temperature": 0.5}),
+        ("filters", DRAWN, {"top_p": 0.7}),
+        ("temperature of drafts", DRAWN, {"temperature": 0.5}),
+        ("noise of drafts", DRAWN, {}),
         ("residual without weight", ["blockwise"], {}),
         ("every draft by its weight", ["blockwise"], {}),
         ("weights without bound", ["blockwise"], {}),
@@ -311,5 +394,5 @@ def test_a_mistake_is_noticed(mistake, ways, fields, monkeypatch):
 
 def test_the_program_for_mistakes_is_right_without_one(monkeypatch):
     monkeypatch.setitem(globals(), "verify_program", lambda way: functools.partial(mistaken_program(way), -1))
-    for way in WAYS:
+    for way in DRAWN:
         Experiment({"top_p": 0.7, "frequency_penalty": 2.0}, no_repetition).check(way)
