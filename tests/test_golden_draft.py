@@ -84,7 +84,7 @@ def golden_context(g: Golden, model: Model, features: jax.Array, numerics: Numer
     anchors = g.data("dspark_fp32")["anchors"][0]
     length = len(features)
     bucket = PrefillBucket(tokens=length * len(anchors), requests=len(anchors), pages=1, tile=length)
-    cache_cfg = CacheConfig(slots=len(anchors), pages=1, drafts="argmax")
+    cache_cfg = CacheConfig(slots=len(anchors), pages=1, drafts="shared")
     ids = np.zeros(length, np.int32)
     chunks = [PrefillChunk(ids, 0, int(end), slot=i, pages=[0]) for i, end in enumerate(anchors)]
     layout = full_layout(jax.tree.map(jnp.asarray, prefill_batch(g.cfg, cache_cfg, chunks, bucket)))
@@ -135,7 +135,7 @@ def test_prefill_and_draft_step_give_the_golden_drafts():
     count, block = len(anchors), g.cfg.dspark_block_size
     prefill, decode = PrefillBucket(64 * count, count, pages=1, tile=8), DecodeBucket(count, pages=1)
     server = Server(g.cfg, g.params, NOQUANT, prefill=prefill, decode=decode, slots=count, pages=count, page_size=64,
-                    poison=True, drafts="sampled")  # fmt: skip
+                    poison=True, drafts="own")  # fmt: skip
     requests = [Request(ids[:n], slot, [slot]) for slot, n in enumerate(anchors)]
     for request in requests:
         server.start(request)
