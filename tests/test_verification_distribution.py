@@ -253,12 +253,15 @@ def test_no_drafts_and_one_draft(way):
     assert set(experiment.check(way, lambda drafts: np.arange(DRAWS) % 2)) == {0, 1}
 
 
-def test_one_by_one_a_draft_is_accepted_as_often_as_possible():
+def test_how_often_a_draft_is_accepted():
+    """One by one as often as any coupling of p and q allows; with shared noise nearly so."""
     experiment = Experiment({"temperature": 0.8})
-    accepted = experiment.check("rejection")
+    accepted, _ = experiment.verified("rejection", every_draft)
+    shared, _ = experiment.verified("shared noise", every_draft)
     draft = special.softmax(DRAFT[0, GENERATED[-1]].astype(np.float64) / 0.8)
     overlap = np.minimum(experiment.next[0][0], draft).sum()
     assert stats.binomtest(int(np.sum(accepted > 0)), DRAWS, overlap).pvalue > 1e-4
+    assert overlap / (2 - overlap) < np.mean(shared > 0) < overlap
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1.8}, {"frequency_penalty": 0.9}], ids=str)
