@@ -33,7 +33,7 @@ from dsv4jax.quant import (
 from dsv4jax.sampling import SamplingState, init_sampling_state
 from sharding import SINGLE, Layout
 
-DraftChoice = Literal["argmax", "sampled"]
+DraftNoise = Literal["shared", "own"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,17 +50,18 @@ class CacheConfig:
     """Tokens per page; a multiple of 2, so that no ratio-2 group crosses a page."""
     slack: int = 8
     """Tokens one decode step may run per request, all but the first of which may be rejected later."""
-    drafts: DraftChoice | None = None
-    """How drafts are chosen, if the draft stages run: the cache then has their rings and their results, and every step
-    keeps these up. "argmax" is the likeliest token. "sampled" draws from the draft's own distribution for requests that
-    sample, whose drafts are then accepted more often, and keeps that distribution."""
+    drafts: DraftNoise | None = None
+    """Whether the draft stages run, and with which noise requests that sample are drafted for: what the model's own
+    tokens will be drawn with ("shared"), or noise of their own ("own"), for which the cache keeps what drafts are drawn
+    from. `dsv4jax.verification` says what follows. The cache then has the rings of the stages and their results, and
+    every step keeps these up."""
 
     def __post_init__(self):
         for name in ("slots", "pages", "page_size", "slack"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
-        if self.drafts not in (None, "argmax", "sampled"):
-            raise ValueError(f"drafts = {self.drafts!r}: must be None, 'argmax' or 'sampled'")
+        if self.drafts not in (None, "shared", "own"):
+            raise ValueError(f"drafts = {self.drafts!r}: must be None, 'shared' or 'own'")
         if self.page_size % 2:
             raise ValueError(f"page_size = {self.page_size}: must be a multiple of 2")
 
@@ -103,7 +104,7 @@ class DraftState:
     """Drafts that follow that token: the block size after a draft round, 0 after every other step."""
     tokens: Int32[Array, "slots block"]
     logits: Float32[Array, "slots block vocab"] | None
-    """What each draft was drawn from; None for "argmax"."""
+    """What each draft was drawn from; None where the noise is shared."""
     confidences: Float32[Array, "slots block"]
     """Logit of the probability that a draft is accepted if those before it are."""
 
@@ -179,7 +180,7 @@ def _init_drafts(cfg: ModelConfig, cache_cfg: CacheConfig) -> DraftState:
         positions=jnp.zeros(slots, jnp.int32),
         counts=jnp.zeros(slots, jnp.int32),
         tokens=jnp.zeros(block, jnp.int32),
-        logits=jnp.zeros((*block, cfg.vocab_size), jnp.float32) if cache_cfg.drafts == "sampled" else None,
+        logits=jnp.zeros((*block, cfg.vocab_size), jnp.float32) if cache_cfg.drafts == "own" else None,
         confidences=jnp.zeros(block, jnp.float32),
     )
 

@@ -62,7 +62,7 @@ def choose_draft_counts(
     cost_table: Float32[Array, "totals"],
     minimums: Int32[Array, "requests"] | None = None,
     *,
-    causal: bool,
+    drawn_at_random: bool,
 ) -> Int32[Array, "requests"]:
     """Numbers of drafts to verify that maximise expected tokens over time of the step.
 
@@ -73,8 +73,8 @@ def choose_draft_counts(
         requests · (1 + drafts) + 1 entries. Where it falls, the larger time before counts: a step is not taken to be
         cheaper for running more tokens.
       minimums: drafts to verify in any case, at most `limits`: equal to it for a request with a fixed number.
-      causal: needed where `verify` gets draft logits: what comes out then has the target's distribution only if a draft
-        has no say in whether it is verified, and the confidences after it depend on it. With True each draft is
+      drawn_at_random: True where `verify` gets draft logits. What comes out then has the target's distribution only if
+        a draft has no say in whether it is verified, and the confidences after it depend on it. So each draft is
         decided on as if the request's later drafts were as likely to follow as this one. False gives the maximum over
         all choices.
 
@@ -109,7 +109,7 @@ def choose_draft_counts(
         return jnp.zeros_like(allowed).at[order].set(chosen[:-1] < jnp.argmax(rate))
 
     survival = survivals(confidences)
-    if causal:
+    if drawn_at_random:
         last = survival / jnp.pad(survival[:, :-1], [(0, 0), (1, 0)], constant_values=1.0)
         last = jnp.where(survival > 0, last, 0.0)  # of a draft, given that those before it are accepted
         ahead = place - place[:, None]

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
@@ -20,8 +21,9 @@ _STACKS = ("layers", "mtp")
 def pack_params(params: Params, layout: Layout = SINGLE) -> Params:
     """Repacks expert stacks and splits hyper-connection projections, for `Numerics(implementation="pallas")`.
 
-    Nothing is lost. Over the devices of a layout each packs its own experts. The layers given are consumed one after the other, so that the device holds at most one layer's
-    experts twice: the expert stacks of `params` must not be used again.
+    Nothing is lost. Over the devices of a layout each packs its own experts. The layers given are consumed one after
+    the other, so that a device holds at most one layer's experts twice: the expert stacks of `params` must not be used
+    again.
 
     Raises:
       ValueError: the experts are not FP4, or a scale of `wo_a` is beyond what its kernel takes; names the tensor.
@@ -71,8 +73,8 @@ def _check_layer(name: str, layer: dict[str, Any]) -> None:
 def param_shapes(
     cfg: ModelConfig, numerics: Numerics, layout: Layout = SINGLE, *, tables_on_device: bool = True
 ) -> Params:
-    """Shape, type and, over several devices, sharding of the parameters that the steps take: as `load_params` returns them, or `pack_params` of these
-    for `numerics.implementation` "pallas".
+    """Shape, type and, over several devices, sharding of the parameters that the steps take: as `load_params` returns
+    them, or `pack_params` of these for `numerics.implementation` "pallas".
 
     Raises:
       ValueError: "pallas", and the experts are not FP4 or have sizes that cannot be packed.
@@ -90,13 +92,19 @@ def param_shapes(
         raise ValueError("quantized = False: the kernels take FP4 experts")
     pack = functools.partial(pack_layer, layout=layout)
     packed = {stack: {i: jax.eval_shape(pack, layer) for i, layer in shapes[stack].items()} for stack in _STACKS}
+    if layout.mesh is not None:
+        # Shapes know the mesh without its devices.
+        packed = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(layout.mesh, a.sharding.spec)),
+            packed,
+        )
     return {**shapes, **packed}
 
 
 @functools.lru_cache
-def packing_bytes(cfg: ModelConfig) -> int:
-    """The most device memory that `pack_params` takes at a time beside the parameters it was given."""
-    layer = param_shapes(cfg, Numerics())["layers"][0]["ffn"]["experts"]
-    program = _pack_experts.lower(SINGLE, layer["w1"], layer["w3"], layer["w2"]).compile()
+def packing_bytes(cfg: ModelConfig, layout: Layout = SINGLE) -> int:
+    """The most memory of a device that `pack_params` takes at a time beside the parameters it was given."""
+    layer = param_shapes(cfg, Numerics(), layout)["layers"][0]["ffn"]["experts"]
+    program = _pack_experts.lower(layout, layer["w1"], layer["w3"], layer["w2"]).compile()
     analysis = program.memory_analysis()
     return analysis.temp_size_in_bytes + analysis.output_size_in_bytes

@@ -405,28 +405,20 @@ def choose_tokens(
 
 
 def gumbel_noise(
-    params: SamplingParams, positions: Int32[Array, "requests tokens"], vocab: int, stream: int | None = None
+    params: SamplingParams, positions: Int32[Array, "requests tokens"], vocab: int
 ) -> Float32[Array, "requests tokens vocab"]:
-    """Gumbel noise for choosing the token of each position.
-
-    Args:
-      stream: another sequence of noise, from 2^31 to 2^32 - 1; None is what `sample` draws with.
-    """
+    """Noise with which the token of each position is drawn."""
 
     def noise(seed, position):
         # The default mode cannot tell apart probabilities below about 1e-7, which may add up to percents.
-        return jax.random.gumbel(noise_key(seed, position, stream), (vocab,), jnp.float32, mode="high")
+        return jax.random.gumbel(noise_key(seed, position), (vocab,), jnp.float32, mode="high")
 
     return jax.vmap(jax.vmap(noise, (None, 0)))(params.seed, positions)
 
 
-def noise_key(seed: UInt32[Array, "2"], position: Int32[Array, ""], stream: int | None = None) -> Array:
-    """Key of the noise for the token at a position; `stream` as in `gumbel_noise`.
-
-    A stream's number is no token id, so that its key is none of the numbers that the position's own noise hashes.
-    """
-    key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-    return key if stream is None else jax.random.fold_in(key, stream)
+def noise_key(seed: UInt32[Array, "2"], position: Int32[Array, ""]) -> Array:
+    """Key of all that is drawn at random for a position."""
+    return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
 
 
 def filtered_logits(

@@ -134,7 +134,7 @@ def speculative_step(
       params, layout, placement: as in `decode_step`; with Engram tables.
       cache: donated.
       batch: from `speculative_batch`; over several ranks from `concatenate_batches`.
-      method: see `verify`; a cache with "argmax" drafts leaves no choice.
+      method: see `verify`; drafts with shared noise leave no choice.
       draft_placement: as in `draft_step`.
       step_seconds: `StepCosts.table()` of this program, by which each rank chooses how many of its drafts to verify;
         None for as many as the batch allows.
@@ -231,10 +231,8 @@ def _draft(
         previous = last.markov_embedding(tokens[-1])
         logits.append(base[:, j] + last.markov_logits(previous))
         confidences.append(last.confidence(hidden[:, j], previous))
-        if drafts.logits is None:
-            tokens.append(jnp.argmax(logits[-1], -1).astype(jnp.int32))
-        else:
-            tokens.append(draw_drafts(logits[-1], batch.sampling, positions + 1 + j, shared_noise=False))
+        shared = drafts.logits is None
+        tokens.append(draw_drafts(logits[-1], batch.sampling, positions + 1 + j, positions, shared_noise=shared))
     output = DraftOutput(jnp.stack(tokens[1:], 1), jnp.stack(confidences, 1), None)
     kept = drafts.replace(
         counts=drafts.counts.at[slots].set(block, mode="drop"),
@@ -259,7 +257,7 @@ def _draft_counts(
         return jnp.maximum(limits, 0)
     confidences = drafts.confidences[:, : batch.tile - 1]
     minimums = jnp.minimum(batch.min_drafts, limits)
-    return choose_draft_counts(confidences, limits, step_seconds, minimums, causal=drafts.logits is not None)
+    return choose_draft_counts(confidences, limits, step_seconds, minimums, drawn_at_random=drafts.logits is not None)
 
 
 def _tokens_to_run(

@@ -42,7 +42,8 @@ from dsv4jax.sampling import (
 )
 
 Method = Literal["rejection", "blockwise"]
-# Streams of noise besides that of `sample`, which draws the token after the accepted drafts.
+# Purposes of a round's own noise. They are no token ids: the keys they give are none of the numbers that the noise of
+# the round's first position hashes.
 _DRAFT, _ACCEPT = 2**32 - 1, 2**32 - 2
 
 
@@ -66,14 +67,16 @@ def draw_drafts(
     logits: Float32[Array, "requests vocab"],
     params: SamplingParams,
     positions: Int32[Array, "requests"],
+    starts: Int32[Array, "requests"],
     *,
-    shared_noise: bool,
+    shared_noise: bool = False,
 ) -> Int32[Array, "requests"]:
     """Draws a draft for each position from softmax(logits / temperature); the best token if the temperature is 0.
 
     No filter, penalty, bias or mask applies to a draft.
 
     Args:
+      starts: position of the newest chosen token, from which the drafts go on.
       shared_noise: True draws with the noise that `sample` has for the position, for `verify` without draft logits: if
         both models agree, so do their tokens, provided the request has the same seed in the step that verifies. False
         draws with noise of its own, for `verify` with these logits.
@@ -81,8 +84,8 @@ def draw_drafts(
     random = draws_at_random(params)
 
     def draw():
-        stream = None if shared_noise else _DRAFT
-        noise = gumbel_noise(params, positions[:, None], logits.shape[-1], stream)[:, 0]
+        source = params if shared_noise else _in_round(params, starts, _DRAFT)
+        noise = gumbel_noise(source, positions[:, None], logits.shape[-1])[:, 0]
         return jnp.argmax(jnp.where(random[:, None], _tempered(logits, params) + noise, logits), axis=-1)
 
     return lax.cond(jnp.any(random), draw, lambda: jnp.argmax(logits, axis=-1)).astype(jnp.int32)
@@ -116,8 +119,9 @@ def verify(
       method: with draft logits, whether each draft is accepted for itself or the block as a whole; see below.
       allowed: tokens that may follow each input token if the drafts up to it stand, in place of the one mask per slot
         in `state.allowed`; masks of later rows may be anything once a draft is not allowed.
-      forced_acceptance: for benchmarks only, the output is then not the model's: draft j is accepted with this
-        probability if those before it are, and the token after the accepted ones is drawn from the target.
+      forced_acceptance: synthetic acceptance for benchmarks, the output is then not the model's: draft j is accepted
+        with this probability if those before it are. All that `verify` computes otherwise is computed all the same. An
+        array with a negative entry forces nothing.
 
     Every row has the filters and penalties that `sample` would apply, with the drafts before it counted as generated.
     A row whose logits or allowed tokens leave nothing to choose from (see `sample`) ends the accepted prefix: its
@@ -130,11 +134,13 @@ def verify(
     and w_i for the last. The token after it is drawn from max(w_i p - q, 0). On average at least as many drafts stand
     as with `rejection`, for one more pass over both distributions.
 
-    The noise of all that is drawn for a position has the key "request's seed, folded with the position", one stream
-    each for draft, acceptance and token. The token's stream is that of `sample`: a request without drafts gets the
-    same token from both.
+    A token is drawn with the noise of `sample`, so that a request without drafts gets the same token from both. Drafts
+    and acceptance have noise of their own, from "request's seed, folded with the position of the round's first token":
+    a block's length depends on all its drafts, so those that do not stand must not be drawn again with the same noise.
+    A seeded request gets the same tokens in any batch, slot or bucket that verifies as many drafts.
 
-    Besides the logits given, at most about five arrays of the size of `target_logits` are alive at a time.
+    Temporary memory is that of `sample`: for an H200 the compiler plans 4.8 times the size of `target_logits`, which
+    is 0.9 GiB for 64 requests with 5 drafts.
     """
     num_tokens, vocab = target_logits.shape[1:]
     columns = jnp.arange(num_tokens)
@@ -144,7 +150,7 @@ def verify(
     random = valid & draws_at_random(params)[:, None]
     verifiable = (columns[:-1] < draft_counts[:, None]) & valid[:, 1:] & defined[:, :-1]
     verifiable &= (drafts >= 0) & (drafts < vocab)
-    uniform = _uniform_noise(params, positions[:, :-1] + 1)
+    uniform = _uniform_noise(_in_round(params, positions[:, 0], _ACCEPT), positions[:, :-1])
 
     def settled(accepted: Int32[Array, "requests"]) -> Int32[Array, "requests"]:
         if forced_acceptance is None:
@@ -158,33 +164,29 @@ def verify(
         return accepted, _at(chosen, accepted)
 
     def at_random() -> tuple[Array, Array]:
-        scores = filtered_logits(adjusted, random, params)
-        draft_scores = _tempered(draft_logits, params)
+        scores, draft_scores = filtered_logits(adjusted, random, params), _tempered(draft_logits, params)
         totals, draft_totals = jax.nn.logsumexp(scores, axis=-1), jax.nn.logsumexp(draft_scores, axis=-1)
         considered = verifiable & (jnp.isfinite(draft_totals) | ~random[:, :1])
+        counts = _prefix_length(considered)
         ratio = _ratio(_of(drafts, scores[:, :-1]) - totals[:, :-1], _of(drafts, draft_scores) - draft_totals)
-        weights = jnp.ones_like(totals) if method == "rejection" else _block_weights(ratio)
-
         if method == "rejection":
+            weights = jnp.ones_like(totals)
             accepted = _prefix_length(considered & (uniform < ratio))
         else:
+            weights = _block_weights(ratio)
             rows = (scores[:, 1:-1], totals[:, 1:-1], draft_scores[:, 1:], draft_totals[:, 1:], weights[:, 1:-1])
-            accepted = _block_length(_prefix_length(considered), weights[:, 1:], jnp.sum(_excess(*rows), -1), uniform)
+            accepted = _block_length(counts, weights[:, 1:], jnp.sum(_excess(*rows), axis=-1), uniform)
         equal = _prefix_length(considered & (jnp.argmax(scores[:, :-1], axis=-1) == drafts))
         accepted = settled(jnp.where(random[:, 0], accepted, equal))
 
+        # Noise is needed for one row per request only.
         last = jnp.minimum(accepted, drafts.shape[1] - 1)
+        draft_row = _tempered(_at(draft_logits, last), params)
         row = _at(scores, accepted)
-        residual = _excess(
-            row,
-            _at(totals, accepted),
-            _tempered(_at(draft_logits, last), params),
-            _at(draft_totals, last),
-            _at(weights, accepted),
-        )
-        # Where rounding leaves nothing, p and q are equal and no draft is rejected but by rounding.
-        rejected = (accepted < _prefix_length(considered)) & jnp.any(residual > 0, axis=-1)
-        row = jnp.where((rejected & random[:, 0])[:, None], jnp.log(residual), row)
+        residual = _excess(row, _at(totals, accepted), draft_row, _at(draft_totals, last), _at(weights, accepted))
+        # If rounding leaves no residual, p and q are equal, and the draft was rejected by rounding: then p it is.
+        rejected = random[:, 0] & (accepted < counts) & jnp.any(residual > 0, axis=-1)
+        row = jnp.where(rejected[:, None], jnp.log(residual), row)
         noise = gumbel_noise(params, _at(positions, accepted)[:, None] + 1, vocab)[:, 0]
         chosen = jnp.argmax(jnp.where(random[:, :1], row + noise, row), axis=-1)
         return accepted, chosen.astype(jnp.int32)
@@ -256,11 +258,20 @@ def _block_length(
     return jnp.max(jnp.where(passes, length, 0), axis=1)
 
 
+def _in_round(params: SamplingParams, starts: Int32[Array, "requests"], purpose: int) -> SamplingParams:
+    """The settings with seeds for noise of the round that starts at these positions."""
+
+    def seed_of(seed, start):
+        return jax.random.key_data(jax.random.fold_in(noise_key(seed, start), purpose))
+
+    return params.replace(seed=jax.vmap(seed_of)(params.seed, starts))
+
+
 def _uniform_noise(
     params: SamplingParams, positions: Int32[Array, "requests drafts"]
 ) -> Float32[Array, "requests drafts"]:
     def noise(seed, position):
-        return jax.random.uniform(noise_key(seed, position, _ACCEPT))
+        return jax.random.uniform(noise_key(seed, position))
 
     return jax.vmap(jax.vmap(noise, (None, 0)))(params.seed, positions)
 

@@ -39,12 +39,13 @@ _DRAFT_SLOTS = flags.DEFINE_multi_integer("draft_slots", [5, 6, 8], "Expert slot
 _CYCLES = flags.DEFINE_integer("cycles", 2, "Windows and rearrangements, one after the other.", lower_bound=1)
 _JUDGED = flags.DEFINE_integer("judged", 30, "Steps judged in each interval.", lower_bound=1)
 _DRIFT = flags.DEFINE_float("drift", 0.5, "Spread of the logarithm of a topic's share of arrivals.", lower_bound=0.0)
+_DRIFT_TIME = flags.DEFINE_integer("drift_time", 2000, "Steps in which arrivals forget what they were.", lower_bound=1)
+_LIFETIME = flags.DEFINE_integer("lifetime", 300, "Steps that a request takes on average.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the workload.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
+_REPORTED = ("ranks", "nodes", "requests", "layers", "judged", "drift", "drift_time", "lifetime", "seed")
 _TOPICS = 64
-_LIFETIME = 300  # steps of a request, on average
-_DRIFT_TIME = 2000  # steps in which arrivals forget most of what they were
 _RESOLUTION = 1 << 16  # of the probability of an expert
 
 
@@ -70,7 +71,7 @@ class Stack:
 def topics_over_time(rng: np.random.Generator, requests: int, steps: int, drift: float) -> np.ndarray:
     """Topic of each request in each step: int16 [steps, requests]."""
     usual = -0.7 * np.log(np.arange(1, _TOPICS + 1))
-    keep = 1 - 1 / _DRIFT_TIME
+    keep = 1 - 1 / _DRIFT_TIME.value
     offset = rng.normal(0, drift, _TOPICS)
 
     def arrivals(count):
@@ -81,7 +82,7 @@ def topics_over_time(rng: np.random.Generator, requests: int, steps: int, drift:
     current = arrivals(requests)
     for step in range(steps):
         offset = keep * offset + np.sqrt(1 - keep**2) * rng.normal(0, drift, _TOPICS)
-        ended = rng.random(requests) < 1 / _LIFETIME
+        ended = rng.random(requests) < 1 / _LIFETIME.value
         current[ended] = arrivals(ended.sum())
         topics[step] = current
     return topics
@@ -183,7 +184,7 @@ def main(_argv: list[str]) -> None:
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version(), "numpy": np.__version__, "jax": jax.__version__},
         "cpus": os.cpu_count(),
-        "flags": {name: flags.FLAGS[name].value for name in ("ranks", "nodes", "requests", "layers", "drift", "seed")},
+        "flags": {name: flags.FLAGS[name].value for name in _REPORTED},
         "stacks": {},
     }
     print("| stack | cycle | no redundant slots | before | after, mean | after, steps | first half | control "

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int32, Shaped, UInt
+from jaxtyping import Array, Int, Int32, Shaped, UInt
 
 
 def put_like(arrays: Any, like: Array) -> Any:
@@ -32,12 +33,23 @@ def copy_slots(spare: Any, stacks: Any, sources: Int32[Array, " n"], targets: In
     device receives n slots, whatever their number in all.
 
     Args:
-      spare: donated; of the structure and shardings of `stacks`.
+      spare: donated; of the structure and shardings of `stacks`, maybe of another number of slots.
       stacks: leaves [slots, ...], any of their axes sharded.
-      sources: slots.
-      targets: distinct; a padded entry has a target >= number of slots and copies nothing.
+      sources: slots of `stacks`.
+      targets: distinct slots of `spare`; a padded entry has one >= their number and copies nothing.
     """
     return jax.tree.map(lambda to, leaf: _copy_leaf(to, leaf, sources, targets), spare, stacks)
+
+
+def spread_experts(stacks: Any, owners: Int[np.ndarray, " slots"], slots_at_once: int = 8) -> Any:
+    """New stacks [slots, ...], sharded alike, with expert `owners[p]` in slot p, from stacks [experts, ...]."""
+    slots = len(owners)
+    spread = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape[1:]), leaf.dtype, device=leaf.sharding), stacks)
+    for first in range(0, slots, slots_at_once):
+        targets = np.arange(first, first + slots_at_once, dtype=np.int32)
+        sources = owners[np.minimum(targets, slots - 1)].astype(np.int32)
+        spread = copy_slots(spread, stacks, sources, targets)
+    return spread
 
 
 def _copy_leaf(spare: Array, leaf: Array, sources: Array, targets: Array) -> Array:
@@ -56,17 +68,18 @@ def _copy_leaf(spare: Array, leaf: Array, sources: Array, targets: Array) -> Arr
 
 def _copy_local(spare: Array, leaf: Array, sources: Array, targets: Array, axis: Any) -> Array:
     """The part of one device, whose slots are consecutive ones along `axis`; None = it has all slots."""
-    slots = leaf.shape[0]
-    first = 0 if axis is None else lax.axis_index(axis) * slots
-    here = (sources >= first) & (sources < first + slots)
-    rows = _bits(leaf)[jnp.where(here, sources - first, 0)]
+    device = 0 if axis is None else lax.axis_index(axis)
+    held, slots = leaf.shape[0], spare.shape[0]
+    sources, targets = sources - device * held, targets - device * slots
+    here = (sources >= 0) & (sources < held)
+    rows = _bits(leaf)[jnp.where(here, sources, 0)]
     if axis is not None:
         # Communication libraries lack sums of some types, none that of bytes.
         parts = lax.bitcast_convert_type(rows, jnp.uint8)
         parts = jnp.where(here.reshape(-1, *[1] * (parts.ndim - 1)), parts, 0)
         rows = lax.bitcast_convert_type(lax.psum(parts, axis), rows.dtype)
     # A negative index would count from the end.
-    to = jnp.where(targets >= first, targets - first, slots)
+    to = jnp.where(targets >= 0, targets, slots)
     return _from_bits(_bits(spare).at[to].set(rows, mode="drop"), leaf.dtype)
 
 

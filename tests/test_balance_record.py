@@ -9,15 +9,15 @@ import pytest
 from expert_placements import random_owners
 
 from dsv4jax.balance.metrics import balancedness, uniform_balancedness, uniform_picks
-from dsv4jax.balance.record import clear_record, empty_record, record_load, recorded_loads
+from dsv4jax.balance.record import clear_record, empty_record, record_load, recorded_loads, set_owners
 from dsv4jax.balance.solver import rank_loads
 
 LAYERS, EXPERTS, RANKS, K = 2, 10, 4, 3
 
 
-def record_all(record, loads, owners):
+def record_all(record, loads):
     for load in loads:
-        record = record_load(record, jnp.asarray(load), owners, ranks=RANKS)
+        record = record_load(record, jnp.asarray(load), ranks=RANKS)
     return record
 
 
@@ -28,7 +28,7 @@ def test_totals_rings_and_busiest_ranks(steps, rows):
     owners = np.stack([random_owners(rng, EXPERTS, RANKS, 4) for _ in range(LAYERS)])
     loads = rng.integers(0, 50, (steps, LAYERS, EXPERTS)).astype(np.int32)
     with_idle = [step for load in loads for step in (load, np.zeros_like(load))]
-    record = record_all(empty_record(LAYERS, EXPERTS, 7, rows), with_idle, owners)
+    record = record_all(empty_record(owners, EXPERTS, 7, rows), with_idle)
     assert int(record.steps) == steps
     np.testing.assert_array_equal(record.totals, loads.sum(0))
     kept = recorded_loads(record)
@@ -56,23 +56,30 @@ def test_a_cleared_record_is_like_a_new_one():
     rng = np.random.default_rng(0)
     owners = np.stack([random_owners(rng, EXPERTS, RANKS, 4) for _ in range(LAYERS)])
     old, new = rng.integers(1, 50, (2, 9, LAYERS, EXPERTS)).astype(np.int32)
-    used = clear_record(record_all(empty_record(LAYERS, EXPERTS, 7, 3), old, owners))
-    fresh = record_all(empty_record(LAYERS, EXPERTS, 7, 3), new[:4], owners)
-    used = record_all(used, new[:4], owners)
+    used = clear_record(record_all(empty_record(owners, EXPERTS, 7, 3), old))
+    fresh = record_all(empty_record(owners, EXPERTS, 7, 3), new[:4])
+    used = record_all(used, new[:4])
     np.testing.assert_array_equal(recorded_loads(used), recorded_loads(fresh))
     np.testing.assert_array_equal(used.totals, fresh.totals)
     results = [balancedness(record, ranks=RANKS, experts_per_token=K) for record in (used, fresh)]
     assert results[0] == results[1] and results[0].steps == 4
 
 
+def test_after_a_change_over_steps_are_judged_by_the_new_owners():
+    load = np.tile(np.int32([9, 9, 1, 1]), (2, 1))
+    record = record_load(empty_record(np.tile(np.arange(4, dtype=np.int32), (2, 1)), 4, 5, 0), load, ranks=2)
+    record = record_load(set_owners(record, np.int32(1), np.int32([0, 2, 1, 3])), load, ranks=2)
+    np.testing.assert_array_equal(np.asarray(record.busiest)[:2], [[18, 18], [18, 10]])
+
+
 def test_layers_without_tokens_are_left_out_and_bytes_are_as_stated():
     owners = np.tile(np.arange(EXPERTS, dtype=np.int32), (LAYERS, 1))
-    record = empty_record(LAYERS, EXPERTS, 5, 2)
+    record = empty_record(owners, EXPERTS, 5, 2)
     load = np.stack([np.full(EXPERTS, 6), np.zeros(EXPERTS)]).astype(np.int32)
-    record = record_load(record, jnp.asarray(load), owners, ranks=5)
+    record = record_load(record, jnp.asarray(load), ranks=5)
     assert balancedness(record, ranks=5, experts_per_token=2).measured == 1
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(record))
-    assert nbytes == 4 * (2 + 1) * LAYERS * EXPERTS + 8 * 5 * LAYERS + 4
+    assert nbytes == 4 * (2 + 1) * LAYERS * EXPERTS + 8 * 5 * LAYERS + 4 * LAYERS * EXPERTS + 4
 
 
 @pytest.mark.parametrize("tokens, k, experts, ranks", [(1, 2, 8, 4), (11, 2, 8, 4), (700, 3, 20, 8), (90, 5, 6, 4)])

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +14,25 @@ from checkpoint_files import run_python
 import dsv4jax.balance.balancer as balancer_module
 from dsv4jax.balance.balancer import BalanceConfig, ExpertBalancer
 from dsv4jax.balance.solver import Solver, rank_loads
-from sharding.placement import ExpertPlacement, initial_owners, owners_of
+from dsv4jax.weights import DenseWeight
+from pallas_kernels.moe_experts import PackedExperts
+from pallas_kernels.moe_experts.pack import PackedWeight
+from sharding.placement import initial_owners, owners_of
 
 LAYERS, EXPERTS, RANKS, SLOTS_PER_RANK, K = 3, 16, 8, 3, 4
 CFG = BalanceConfig(window=6, interval=40, vectors=3, experts_per_step=3)
 
 
 def make(cfg=CFG, stack="layers", put=jnp.asarray):
-    """A balancer, and params with expert e of layer l filled with 100 l + e in two leaves."""
+    """A balancer, and params with expert e of layer l filled with 100 l + e; those of the draft are packed."""
     owners = initial_owners(LAYERS, EXPERTS, RANKS, SLOTS_PER_RANK)
 
     def experts(layer):
         codes = (100 * layer + owners[layer]).astype(np.int32)
-        return {"w1": put(np.tile(codes[:, None, None], (1, 2, 4))), "w2": put(np.tile(codes[:, None], (1, 3)))}
+        leaves = put(np.tile(codes[:, None, None], (1, 2, 4))), put(np.tile(codes[:, None], (1, 3)))
+        if stack == "mtp":
+            return {"packed": PackedExperts(PackedWeight(*leaves), PackedWeight(*leaves[::-1]))}
+        return {"w1": DenseWeight(leaves[0]), "w2": DenseWeight(leaves[1])}
 
     layers = {i: {"ffn": {"experts": experts(i), "gate": i}, "attn": i} for i in range(LAYERS)}
     solver = Solver(RANKS, nodes=2)
@@ -126,6 +134,18 @@ def test_prefill_and_decode_are_recorded_apart_and_balanced_together():
     assert kinds["decode"].steps == kinds["prefill"].steps == CFG.window
 
 
+def test_a_rearrangement_that_outlasts_the_interval_is_finished_before_the_next():
+    balancer, params, placement = make(BalanceConfig(window=5, interval=5, vectors=5, experts_per_step=1))
+    rng = np.random.default_rng(8)
+    begun = set()
+    for _ in range(60):
+        params, placement = run(balancer, params, placement, rng, 1)
+        begun.add(balancer.metrics().rearranged_at)
+    first, second = sorted(begun)[1:3]
+    assert first == 5 and second % 5 == 0 and second > 15
+    assert max(busiest(balancer.owners, loads(rng))) < 1.15
+
+
 def test_without_loads_nothing_happens():
     balancer, params, placement = make()
     for _ in range(3 * CFG.interval):
@@ -135,12 +155,12 @@ def test_without_loads_nothing_happens():
     assert balancer.metrics().balancedness["decode"].steps == 0
 
 
-@pytest.mark.parametrize("name", ["copy_arrays", "copy_slots", "Solver.solve", "_set_layer"])
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("name", ["copy_arrays", "copy_slots", "Solver.solve", "set_owners", "_set_layer"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_failure_leaves_everything_as_it_was(name, nth, monkeypatch):
     balancer, params, placement = make()
     rng = np.random.default_rng(5)
-    params, placement = run(balancer, params, placement, rng, CFG.interval)
+    params, placement = run(balancer, params, placement, rng, CFG.interval - 1)
     owner, attribute = (balancer.solver.__class__, "solve") if "." in name else (balancer_module, name)
     works, calls = getattr(owner, attribute), 0
 
@@ -153,7 +173,7 @@ def test_a_failure_leaves_everything_as_it_was(name, nth, monkeypatch):
 
     monkeypatch.setattr(owner, attribute, fails)
     failed = 0
-    for _ in range(CFG.interval - 1):
+    for _ in range(CFG.interval):
         before, owners = (params, placement), balancer.owners
         try:
             params, placement = balancer.advance(params, placement)
@@ -213,6 +233,8 @@ from dsv4jax.balance.solver import Solver
 from dsv4jax.batch import DecodeBucket, PrefillBucket
 from dsv4jax.checkpoint.random import random_params
 from sharding import decode_dep
+from jax import NamedSharding, P
+from sharding.move import put_like, spread_experts
 from sharding.placement import initial_owners
 cfg = dataclasses.replace(
     small_model().cfg, n_routed_experts=8, num_hidden_layers=4, compress_ratios=(0, 2, 1, 1, 0, 0, 0),
@@ -223,15 +245,14 @@ owners = initial_owners(layers, 8, 4, 3)
 loaded = random_params(cfg, 3, layout)
 placed = {i: dict(layer) for i, layer in loaded["layers"].items()}
 for i, layer in placed.items():
-    stacks = jax.tree.map(lambda a: jax.device_put(np.asarray(a)[owners[i]], a.sharding), layer["ffn"]["experts"])
-    layer["ffn"] = layer["ffn"] | {"experts": stacks}
+    layer["ffn"] = layer["ffn"] | {"experts": spread_experts(layer["ffn"]["experts"], owners[i])}
 loaded = loaded | {"layers": placed}
 
 def run(balance):
     balancer = ExpertBalancer(
         BalanceConfig(window=3, interval=4, vectors=3, experts_per_step=2), Solver(4), owners, stack="layers",
         experts=8, experts_per_token=k)
-    params, placement = loaded, balancer.placement
+    params, placement = loaded, put_like(balancer.placement, jax.device_put(0, NamedSharding(layout.mesh, P())))
     buckets = dict(prefill=PrefillBucket(tokens=8, requests=1, pages=6, tile=8), decode=DecodeBucket(1, 6))
     numerics = dataclasses.replace(NOQUANT, routing="skewed")
     ranks = Ranks(cfg, params, numerics, layout, slots=1, pages=6, **buckets)
@@ -252,6 +273,7 @@ def run(balance):
         tokens = logits[-1].reshape(4, -1).argmax(-1)
     for before, after in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
         assert before.sharding.is_equivalent_to(after.sharding, before.ndim), "a step would be compiled again"
+    assert placement.slots.sharding.is_equivalent_to(NamedSharding(layout.mesh, P()), 3)
     popularity = loads[:, np.argsort(np.random.default_rng(0).permutation(8))]
     assert (popularity[:, :2].sum(1) > 2 * popularity[:, -2:].sum(1)).all(), "forced routing does not reach the layers"
     return np.stack(logits), changed, balancer.metrics()
@@ -264,6 +286,45 @@ assert found.steps > 0 and 0 < found.measured <= 1 and 0 < found.uniform <= 1
 """,
         devices=4,
     )
+
+
+def test_two_processes_decide_alike_and_have_each_its_part_of_the_weights():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    program = """
+import sys, zlib
+import jax, numpy as np
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+from test_balancer import CFG, LAYERS, busiest, loads, make
+from sharding import expert_parallel, make_mesh, sharding_for
+mesh, rules = make_mesh(2), expert_parallel()
+def put(a, first="expert"):
+    axes = (first, *[None] * (a.ndim - 1))
+    sharding = sharding_for(axes, rules, mesh, name="stack", shape=a.shape)
+    return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+def whole(a):
+    return put(a, None)
+balancer, params, placement = make(put=put)
+placement = jax.tree.map(whole, placement)
+rng = np.random.default_rng(0)
+history = []
+for _ in range(2 * CFG.interval - 1):
+    params, placement = balancer.advance(params, placement)
+    balancer.record(whole(loads(rng)), "decode")
+    history.append(zlib.crc32(balancer.owners))
+assert max(busiest(balancer.owners, loads(rng))) < 1.15
+for layer in range(LAYERS):
+    for leaf in jax.tree.leaves(params["layers"][layer]["ffn"]["experts"]):
+        (shard,) = leaf.addressable_shards
+        expected = 100 * layer + balancer.owners[layer][shard.index[0]]
+        assert (np.asarray(shard.data).reshape(len(expected), -1) == expected[:, None]).all()
+print(history)
+"""
+    with ThreadPoolExecutor(2) as pool:
+        outputs = pool.map(lambda process: run_python(program, address, process), range(2))
+        first, second = (output.splitlines()[-1] for output in outputs)
+    assert first == second and len(set(first.split())) > 1
 
 
 @pytest.mark.parametrize(
@@ -283,7 +344,7 @@ def test_loads_and_stacks_of_other_sizes_are_refused():
     balancer, params, placement = make()
     with pytest.raises(ValueError, match=re.escape("expert_load (3, 15): 'layers' has (layers, experts) = (3, 16)")):
         balancer.record(jnp.zeros((3, 15), jnp.int32), "decode")
-    params["layers"][0]["ffn"]["experts"]["w2"] = jnp.zeros((23, 3), jnp.int32)
-    with pytest.raises(ValueError, match=re.escape("layers.0.ffn.experts['w2'] (23, 3): must have 24 expert slots")):
+    params["layers"][0]["ffn"]["experts"]["w2"] = DenseWeight(jnp.zeros((23, 3)))
+    message = "layers.0.ffn.experts['w2'].weight (23, 3): must have 24 expert slots"
+    with pytest.raises(ValueError, match=re.escape(message)):
         balancer.warm_up(params, placement)
-    assert isinstance(placement, ExpertPlacement)

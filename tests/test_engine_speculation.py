@@ -21,7 +21,7 @@ from dsv4jax.sampling_settings import RequestSampling
 
 LENGTH, DRAFTS = 160, 4
 # The least slack that the steps may have.
-CACHE = CacheConfig(slots=3, pages=38, page_size=4, slack=DRAFTS + 1, drafts="argmax")
+CACHE = CacheConfig(slots=3, pages=38, page_size=4, slack=DRAFTS + 1, drafts="shared")
 
 
 @jax.jit

@@ -1,13 +1,15 @@
 """Copies of expert slots: every bit arrives, nothing else changes, on one device and between eight."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_files import run_python
 
-from pallas_kernels.moe_experts.pack import PackedExperts, PackedWeight
-from sharding.move import copy_arrays, copy_slots
+from dsv4jax.weights import Mxfp4Weight
+from pallas_kernels.moe_experts.pack import PackedExperts, PackedWeight, pack_experts
+from sharding.move import copy_arrays, copy_slots, spread_experts
 
 
 def random_stacks(rng, slots):
@@ -49,12 +51,13 @@ def test_slots_between_eight_devices():
 import jax
 import numpy as np
 from sharding.move import copy_slots
-from test_move import MOVES, check
+from test_move import MOVES, check, check_spread
 from sharding import expert_parallel, make_mesh, sharding_for
 mesh, rules = make_mesh(8), expert_parallel()
 def put(a):
     axes = ("expert", *[None] * (a.ndim - 1))
     return jax.device_put(a, sharding_for(axes, rules, mesh, name="stack", shape=a.shape))
+check_spread(put)
 for sources, targets in MOVES:
     for leaf in check(put, sources, targets):
         assert leaf.addressable_shards[0].data.shape[0] == 2
@@ -67,10 +70,39 @@ assert "all-reduce" in program and "all-gather" not in program, "whole stacks ar
     )
 
 
+def test_what_the_kernels_read_is_made_expert_by_expert():
+    """Packing stacks in another order gives the packed stacks in that order, in every leaf: so they may be moved."""
+    rng = np.random.default_rng(3)
+
+    def stack(out, inner):
+        return Mxfp4Weight(
+            jnp.asarray(rng.integers(256, size=(3, out, inner // 2), dtype=np.uint8)),
+            jnp.asarray(rng.integers(110, 130, size=(3, out, inner // 32), dtype=np.uint8)),
+        )
+
+    stacks = [stack(256, 256) for _ in range(3)]
+    order = np.array([2, 0, 1, 2])
+    pack = jax.jit(pack_experts)
+    packed, again = pack(*stacks), pack(*jax.tree.map(lambda a: a[order], stacks))
+    assert isinstance(packed, PackedExperts) and len(jax.tree.leaves(packed)) == 4
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a)[order], b), packed, again)
+
+
+def test_experts_are_spread_over_more_slots():
+    check_spread(jnp.asarray)
+
+
+def check_spread(put):
+    host = random_stacks(np.random.default_rng(1), 16)
+    owners = np.random.default_rng(2).permutation(24) % 16
+    spread = spread_experts(jax.tree.map(put, host), owners, slots_at_once=5)
+    for leaf, before in zip(jax.tree.leaves(spread), jax.tree.leaves(host), strict=True):
+        found = np.ascontiguousarray(np.asarray(leaf)).view(np.uint8)
+        np.testing.assert_array_equal(found, before.view(np.uint8)[owners])
+
+
 def check(put, sources, targets):
     """Copies, compares with the host, and returns the leaves."""
-    import jax
-
     rng = np.random.default_rng(0)
     host = random_stacks(rng, 16)
     stacks = jax.tree.map(put, host)

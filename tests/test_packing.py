@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_files import run_python
 from hopper import needs_no_hopper, on_hopper
 
 import dsv4jax
@@ -49,6 +50,33 @@ def test_packing_consumes_the_stacks_and_keeps_their_values():
         assert jax.tree.all(jax.tree.map(np.array_equal, {name: unpacked[name] for name in old}, old))
         assert all(array.is_deleted() for array in jax.tree.leaves(params[stack][i]["ffn"]["experts"]))
         assert packed[stack][i]["ffn"]["gate"] is params[stack][i]["ffn"]["gate"]
+
+
+def test_each_device_packs_its_own_experts():
+    run_python(
+        """
+import jax, numpy as np
+from test_packing import RELEASED, random_layer
+from dsv4jax.numerics import Numerics
+from dsv4jax.packing import pack_params, param_shapes
+from sharding import decode_dep
+layout, whole = decode_dep(2), random_layer(0)
+spread = jax.device_put(whole, jax.NamedSharding(layout.mesh, jax.P()))
+stacks = jax.device_put(whole["ffn"]["experts"], jax.NamedSharding(layout.mesh, jax.P("rank")))
+spread["ffn"]["experts"] = stacks
+whole, spread = (pack_params({"layers": {0: layer}, "mtp": {}}, at)
+                 for layer, at in ((whole, layout.__class__()), (spread, layout)))
+for one, both in zip(*map(jax.tree.leaves, (whole, spread)), strict=True):
+    assert np.asarray(both).tobytes() == np.asarray(one).tobytes()
+records = spread["layers"][0]["ffn"]["experts"]["packed"].w13.records
+assert [shard.data.shape[0] for shard in records.addressable_shards] == [1, 1]
+shape = param_shapes(RELEASED, Numerics(implementation="pallas"), layout)
+for layer in (shape["layers"][5], shape["mtp"][0]):
+    records = layer["ffn"]["experts"]["packed"].w13.records
+    assert records.sharding == spread["layers"][0]["ffn"]["experts"]["packed"].w13.records.sharding
+""",
+        devices=2,
+    )
 
 
 def test_a_scale_that_the_grouped_kernel_multiplies_wrongly_is_refused_by_name_before_anything_is_consumed():

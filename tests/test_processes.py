@@ -1,80 +1,198 @@
-"""Several processes on a JAX cluster, with one CPU device each: the tokens of one process, and no hang without one."""
+"""scripts/serve.py as several processes of a JAX cluster, with one CPU device each.
 
+The answers are those of a single process, and all end in time when one is lost.
+"""
+
+import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
-import sys
+import threading
+import time
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 
+import jax
 import pytest
-from channels import free_port
-from process_model import write_small_checkpoint
+from channels import TOKEN, free_port
+from test_serve import SERVE, call
 
+import dsv4jax
+from dsv4jax.checkpoint.random import random_tensor
+from dsv4jax.checkpoint.reduced_config import with_fitted_tables
+from dsv4jax.checkpoint.safetensors import write_checkpoint
+from dsv4jax.config import ModelConfig
 from dsv4jax.engine.channel import FAILURE_EXIT_CODE
+from dsv4jax.params import checkpoint_inventory
 
-PROCESS = str(Path(__file__).with_name("engine_process.py"))
-SECONDS = 240  # until a process counts as hanging; each compiles the model
+# Half the time to compile; JAX 0.11 does not have it.
+FAST_COMPILATION = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
+SECONDS = 250  # until a process counts as hanging; each compiles the model
+FLAGS = [
+    "--slots=2",
+    "--pages=24",
+    "--page_size=8",
+    "--max_model_len=64",
+    "--prefill_tokens=32",
+    "--prefill_requests=2",
+    "--deterministic",
+    "--strict",
+]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
+    """Random weights of two layers: a window-only one, and one with every mechanism."""
+    model = Path(dsv4jax.__file__).parent / "default_model"
+    whole = ModelConfig.from_checkpoint(model)
+    cfg = dataclasses.replace(
+        whole,
+        num_hidden_layers=2,
+        compress_ratios=(0, 1) + (0,) * whole.num_nextn_predict_layers,
+        kv_source_layer_ids=(1,),
+        index_source_layer_ids=(1,),
+        candidate_source_layer_id=1,
+        engram_layer_ids=(1,),
+        engram_num_embeddings=whole.engram_num_embeddings[:1],
+        dspark_target_layer_ids=(0, 1),
+        n_routed_experts=12,  # of 2, 3 or 4 devices
+        dspark_n_routed_experts=12,
+    )
+    cfg = with_fitted_tables(dataclasses.replace(cfg, engram_vocab_size=100))
+    plan = checkpoint_inventory(cfg)
+    files = {"config.json": json.dumps(cfg.to_dict()).encode()}
+    files["tokenizer.json"] = (model / "tokenizer.json").read_bytes()
     path = tmp_path_factory.mktemp("model") / "checkpoint"
-    write_small_checkpoint(path)
+    write_checkpoint(path, plan, ((n, random_tensor(n, cfg, 0)) for n in plan), shard_bytes=1 << 30, files=files)
     return path
+
+
+class Server:
+    """All processes of a server, of which process 0 has begun to listen at `address`."""
+
+    def __init__(self, checkpoint, processes):
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {FAST_COMPILATION}",
+            "DSV4JAX_CLUSTER_TOKEN": TOKEN,
+        }
+        # What the first server of so many processes has compiled the next one reads.
+        command = [
+            *SERVE,
+            f"--model={checkpoint}",
+            f"--compilation_cache={checkpoint.parent / 'compiled'}",
+            *FLAGS,
+        ]
+        if processes > 1:
+            command += [f"--coordinator=127.0.0.1:{free_port()}", f"--processes={processes}", f"--ranks={processes}"]
+        commands = [[*command, *([f"--process={i}"] if i else [])] for i in range(processes)]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        self.processes = [subprocess.Popen(c, env=environment, **pipes) for c in commands]
+        self.logs = [[] for _ in commands]
+        self.address = None
+        self._listens = threading.Event()
+        self._readers = [threading.Thread(target=self._read, args=(i,)) for i in range(processes)]
+        for reader in self._readers:
+            reader.start()
+
+    def ready(self):
+        self._listens.wait(SECONDS)
+        assert self.address, self.logs
+        return self
+
+    def ends(self):
+        """Exit codes and what each process has logged."""
+        codes = [process.wait(SECONDS) for process in self.processes]
+        for reader in self._readers:
+            reader.join()
+        return codes, ["".join(log) for log in self.logs]
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+        self.ends()
+
+    def _read(self, i):
+        for line in self.processes[i].stderr:
+            self.logs[i].append(line)
+            if i == 0 and (found := re.search(r"listening on ([\d.]+:\d+)", line)):
+                self.address = f"http://{found[1]}"
+                self._listens.set()
+        self._listens.set()
 
 
 @pytest.fixture
 def start(checkpoint):
-    """Starts all processes of an engine; whatever is left of them in the end is killed."""
-    started = []
+    servers = []
 
-    def all_of(processes):
-        root, port = Path(__file__).parent, free_port()
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(root.parent), str(root)]),
-            "JAX_PLATFORMS": "cpu",
-            # Half the time to compile.
-            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_cpu_use_fusion_emitters=false",
-            # What the first engine of so many processes has compiled the second reads.
-            "JAX_COMPILATION_CACHE_DIR": str(checkpoint.parent / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-        for number in range(processes):
-            command = [sys.executable, PROCESS, str(checkpoint), str(port), str(number), str(processes)]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            started.append(subprocess.Popen(command, env=environment, text=True, **pipes))
-        return started[-processes:]
+    def one(processes):
+        servers.append(Server(checkpoint, processes))
+        return servers[-1]
 
-    yield all_of
-    for process in started:
-        process.kill()
-        process.communicate()
+    yield one
+    for server in servers:
+        server.kill()
 
 
-def result(process):
-    """What process 0 has printed for its requests."""
-    for line in process.stdout:
-        if line.startswith("result "):
-            return json.loads(line.removeprefix("result "))
-    raise AssertionError(process.stderr.read()[-4000:])
+def complete(address, i, **fields):
+    prompt = [2 + (7 * i + 3 * k * k) % 700 for k in range(3 + 6 * i)]
+    body = {
+        "prompt": prompt,
+        "max_tokens": 8,
+        "temperature": 0.8,
+        "seed": i,
+        "logprobs": 1,
+        "ignore_eos": True,
+        **fields,
+    }
+    return json.loads(call(address, "/v1/completions", body))["choices"]
+
+
+def answers(address):
+    """More requests at once than all slots hold; and one again, for which there is a cached prefix."""
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda i: complete(address, i), range(6)))
+    return [*found, complete(address, 5), complete(address, 4, echo=True, max_tokens=1)]
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_several_processes_give_the_tokens_of_one_and_end_together(start):
-    (alone,) = start(1)
-    processes = start(2)
-    assert result(processes[0]) == result(alone)
-    for process in processes:
-        _, errors = process.communicate("end\n" if process is processes[0] else "", SECONDS)
-        assert process.returncode == 0, errors[-4000:]
+def test_two_processes_answer_like_one_and_drain_together(start):
+    servers = [start(1), start(2)]
+    alone, together = (answers(server.ready().address) for server in servers)
+    assert together == alone
+    metrics = call(servers[1].address, "/metrics").decode()
+    assert re.search(r"^dsv4jax:compilations_total{.*} 0.0$", metrics, re.M)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(complete, servers[1].address, 0, max_tokens=50)
+        while json.loads(call(servers[1].address, "/status.json"))["stats"]["running"] == 0:
+            assert not running.done()
+        for process in servers[1].processes:
+            process.send_signal(signal.SIGTERM)
+        assert len(running.result(SECONDS)[0]["logprobs"]["tokens"]) == 50
+    codes, logs = servers[1].ends()
+    assert codes == [0, 0], logs
+    assert "waiting for process 0 to drain" in logs[1]
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_a_process_killed_in_the_middle_of_a_step_ends_the_others(start):
-    leader, follower = start(2)
-    result(leader)
-    os.kill(follower.pid, signal.SIGKILL)
-    code, errors = leader.wait(SECONDS), leader.stderr.read()
-    assert code == FAILURE_EXIT_CODE, errors[-4000:]
-    assert "error: process 0: process 1 is gone: its connection was closed; ending" in errors
+def test_a_killed_process_ends_the_server(start):
+    server = start(2).ready()
+    stop = threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            complete(server.address, 0, max_tokens=50)
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        time.sleep(0.5)
+        server.processes[1].kill()
+        codes, logs = server.ends()
+        stop.set()
+        assert isinstance(asking.exception(), (urllib.error.URLError, HTTPException, ConnectionError))
+    assert codes == [FAILURE_EXIT_CODE, -signal.SIGKILL], logs
+    assert "error: process 0: process 1 is gone: its connection was closed; ending" in logs[0]

@@ -24,12 +24,13 @@ SERVE = [sys.executable, str(Path(__file__).parent.parent / "scripts" / "serve.p
 
 @pytest.fixture(scope="module")
 def server():
-    """The embedded model with the fewest programs; (address, process, what it printed)."""
+    """The embedded model on two ranks with the fewest programs; (address, process, what it printed)."""
     flags = [
         "--max_model_len=512",
         "--contexts=512",
         "--prefill_tokens=64",
         "--slots=4",
+        "--ranks=2",
         "--strict",
         "--dev",
         "--deterministic",
@@ -231,7 +232,13 @@ def up_to_compiling(*cases):
 
 
 def test_flags_that_contradict_each_other_are_refused_before_anything_is_compiled():
+    two = "--processes=2", "--ranks=2", "--pages=999"
     refusals = {
+        # First those with ranks, which are told to JAX before it starts.
+        two: "--coordinator=None: must be HOST:PORT with a port from 1 to 65534",
+        (*two, "--coordinator=host"): "--coordinator=host: must be HOST:PORT",
+        (*two, "--coordinator=a:65535"): "--coordinator=a:65535: must be HOST:PORT",
+        (*two, "--coordinator=a:1"): "DSV4JAX_CLUSTER_TOKEN: must hold a secret",
         ("--prefill_every=2", "--decode_every=2"): "prefill_every = 2 and decode_every = 2: one of them must be 1",
         ("--prefill_tokens=32",): "prefill_tokens = 32: must hold prefill_requests = 4 tiles of 16",
         ("--prefill_tokens=256", "--prefill_requests=17"): "prefill_tokens = 256: must hold prefill_requests = 17",
@@ -242,6 +249,10 @@ def test_flags_that_contradict_each_other_are_refused_before_anything_is_compile
         ("--decode_requests=0",): "--decode_requests: 0 must be at least 1",
         ("--page_size=63",): "page_size = 63: must be a multiple of 2",
         ("--implementation=pallas",): 'implementation = "pallas": the device is cpu: must be a Hopper GPU',
+        ("--process=1",): "--coordinator, --process: need --processes above 1",
+        ("--coordinator=a:1",): "--coordinator, --process: need --processes above 1",
+        ("--processes=2",): "--pages: must be given with several processes",
+        ("--processes=2", "--pages=999"): "--ranks=1: must be a multiple of --processes=2",
     }
     seen = up_to_compiling(*((flags, None) for flags in refusals))
     for message, error in zip(refusals.values(), seen, strict=True):

@@ -46,7 +46,7 @@ def tokens(tiny):
     return np.random.default_rng(5).integers(3, known, (3, 110)).astype(np.int32)
 
 
-def serve(tiny, prefill=PREFILL, drafts="argmax", **kwargs) -> Server:
+def serve(tiny, prefill=PREFILL, drafts="shared", **kwargs) -> Server:
     return Server(tiny.cfg, tiny.params, NOQUANT, prefill=prefill, decode=DRAFTS, poison=True, slack=5, drafts=drafts,
                   **kwargs)  # fmt: skip
 
@@ -349,15 +349,15 @@ ALL = np.full((3, 5, 16), 2**32 - 1, np.uint32)
 
 
 def speculate_at_random(server: Server, *parts, step_seconds=FLAT, allowed=ALL, **options):
-    """A step of a cache with "sampled" drafts, which needs no programs of its own for prefill and first drafts."""
+    """A step with drafts of their own noise; prefill and the first round run as programs for shared noise."""
     if server.cache.drafts.logits is None:
         logits = jnp.zeros((*server.cache.drafts.tokens.shape, server.cfg.vocab_size))
         server.cache = server.cache.replace(drafts=server.cache.drafts.replace(logits=logits))
     return server.speculate(*parts, step_seconds=step_seconds, allowed=allowed, **options)
 
 
-def test_the_sampled_cache_has_what_the_tests_give_it(tiny):
-    drafts = serve(tiny, drafts="sampled").cache.drafts
+def test_the_cache_for_own_noise_has_what_the_tests_give_it(tiny):
+    drafts = serve(tiny, drafts="own").cache.drafts
     assert drafts.logits.shape == (3, 4, tiny.cfg.vocab_size)
 
 
@@ -382,38 +382,37 @@ def test_random_drafts_are_drawn_from_what_the_slot_keeps(tiny, undrafted):
         runs.append(stream)
         if company:
             params = jax.tree.map(jnp.asarray, server._speculative(*((r, 0) for r in moved)).sampling)
-            drafts = jax.tree.map(lambda a, order=tuple(slots): a[np.array(order)], kept)
+            by_request = np.array(slots)
+            drafts = jax.tree.map(lambda a, at=by_request: a[at], kept)
             for j in range(4):
-                drawn = draw_drafts(drafts.logits[:, j], params, drafts.positions + 1 + j, shared_noise=False)
+                drawn = draw_drafts(drafts.logits[:, j], params, drafts.positions + 1 + j, drafts.positions)
                 assert drawn.tolist() == drafts.tokens[:, j].tolist()
             best = drafts.logits.argmax(-1).tolist()
             assert drafts.tokens[1].tolist() == best[1]
             assert drafts.tokens[0].tolist() != best[0]
+            server.cache = server.cache.replace(drafts=kept.replace(logits=None))
+            shared = server.draft(*moved).tokens[:, 0]
+            first = drafts.logits[:, 0], params, drafts.positions + 1, drafts.positions
+            assert shared.tolist() == draw_drafts(*first, shared_noise=True).tolist()
     assert runs[0] == runs[1] == runs[2]
 
 
 def test_the_number_of_drafts_follows_costs_and_limits(tiny, undrafted):
     requests, chosen, _ = undrafted
-    greedy = dataclasses.replace(requests[1], sampling=KINDS[1])
+    greedy, known = requests[1], following(requests, chosen)
     server = serve(tiny)
     begin(server, greedy)
     speculate_at_random(server, (greedy, 4))
-    for options, verified in (
-        (dict(step_seconds=FLAT), 4),
-        (dict(step_seconds=STEEP), 0),
-        (dict(step_seconds=STEEP, min_drafts=2), 2),
-        (dict(step_seconds=FLAT, end=LENGTHS[1] + 7), 1),
-    ):
-        known = following(requests, chosen)
+    for costs, min_drafts, room, verified in ((FLAT, 0, 9, 4), (STEEP, 0, 9, 0), (STEEP, 2, 9, 2), (FLAT, 2, 1, 1)):
         server.cache = with_drafts(server.cache, known, jnp.full(3, 4))
-        # Drafts that are the best tokens count as such for a greedy request.
-        assert int(speculate_at_random(server, (greedy, 4), **options).verified[0]) == verified, options
-        start = int(server.cache.drafts.positions[1])
-        assert int(server.cache.sampling.next_tokens[1]) == known[1, start]
-        if "end" not in options:
-            server.cache = server.cache.replace(
-                drafts=server.cache.drafts.replace(positions=server.cache.drafts.positions)
-            )
+        position = int(server.cache.drafts.positions[1])
+        output = speculate_at_random(
+            server, (greedy, 4), step_seconds=costs, min_drafts=min_drafts, end=position + 1 + room
+        )
+        assert output.verified.tolist() == [verified, 0, 0]
+        # All of them are right.
+        assert output.counts.tolist() == [verified + 1, 0, 0]
+        assert output.tokens[0, : verified + 1].tolist() == known[1, position + 1 : position + verified + 2].tolist()
 
 
 def test_masks_of_positions_end_the_accepted_drafts(tiny, undrafted):
@@ -446,10 +445,10 @@ def test_no_compilation_after_the_first_step(tiny, undrafted):
 
 
 def test_unusable_batches_and_caches_are_refused(tiny, tokens):
-    cfg, with_drafts_ = tiny.cfg, CacheConfig(slots=3, pages=64, page_size=8, slack=5, drafts="argmax")
+    cfg, with_drafts_ = tiny.cfg, CacheConfig(slots=3, pages=64, page_size=8, slack=5, drafts="shared")
     request = SpeculativeRequest(slot=0, pages=[0, 1], end=16, max_drafts=4)
     pack = functools.partial(speculative_batch, cfg)
-    with pytest.raises(ValueError, match="drafts = 'all': must be None, 'argmax' or 'sampled'"):
+    with pytest.raises(ValueError, match="drafts = 'all': must be None, 'shared' or 'own'"):
         CacheConfig(slots=3, pages=64, drafts="all")
     with pytest.raises(ValueError, match="drafts = None: the cache holds no drafts"):
         pack(dataclasses.replace(with_drafts_, drafts=None), [request], DRAFTS)

@@ -81,7 +81,8 @@ class Batch:
         """Draws drafts as the way of verification wants them."""
         for j in range(DRAFTS):
             logits, positions = self.draft_logits[:, j], self.positions[:, j + 1]
-            self.tokens[:, j + 1] = draw(logits, self.params, positions, shared_noise=way == WAYS[0])
+            shared = way == WAYS[0]
+            self.tokens[:, j + 1] = draw(logits, self.params, positions, self.positions[:, 0], shared_noise=shared)
         return self
 
     @property
@@ -241,6 +242,19 @@ def test_a_seeded_request_gets_the_same_in_any_batch_row_and_slot(way, requests,
     assert again.accepted[other] == result.accepted[row]
     for name in ("tokens", "logprobs", "top_tokens", "top_logprobs"):
         np.testing.assert_array_equal(getattr(again, name)[other], getattr(result, name)[row])
+
+
+def test_a_request_gets_the_same_in_a_smaller_bucket():
+    batch = Batch([RequestSampling(temperature=i / 3, top_p=0.9, seed=i, top_logprobs=2) for i in range(ROWS)])
+    batch.draw("blockwise").counts = np.array([1, 0, 1, 1, 1], np.int32)
+    result = batch.verified("blockwise")
+    logits, params, slots, *places = batch.batch
+    small = (logits[:, :2], params, slots, *(place[:, :2] for place in places))
+    again = verified(batch.state, small, batch.counts, batch.draft_logits[:, :1], "blockwise")
+    assert set(np.asarray(result.accepted)) == {0, 1}
+    np.testing.assert_array_equal(again.accepted, result.accepted)
+    for name in ("tokens", "logprobs", "top_tokens", "top_logprobs"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(result, name)[:, :2])
 
 
 # Rows with nothing to choose from.

@@ -22,6 +22,7 @@ from dsv4jax.sampling_settings import RequestSampling
 VOCAB, DRAFTS, DRAWS = 4, 3, 8000
 LENGTH = DRAFTS + 1
 PROMPT, GENERATED = [3, 3], [1, 1, 2]
+START = len(PROMPT) + len(GENERATED) - 1  # position of the newest generated token
 BIAS = {0: 0.5, 3: -0.4}
 rng = np.random.default_rng(0)
 TARGET = (rng.normal(size=(LENGTH, VOCAB, VOCAB)) * 1.2).astype(np.float32)
@@ -70,11 +71,10 @@ class Experiment:
         self.params = params.replace(seed=np.random.default_rng(1).integers(0, 2**32, (DRAWS, 2), dtype=np.uint32))
         state = new_state([PROMPT], {0: BIAS}, VOCAB)
         counts = np.bincount(GENERATED[:-1], minlength=VOCAB)
-        counted = len(PROMPT) + len(GENERATED) - 1
         self.state = state.replace(
-            output_counts=state.output_counts.at[0].set(counts), counted=state.counted.at[0].set(counted)
+            output_counts=state.output_counts.at[0].set(counts), counted=state.counted.at[0].set(START)
         )
-        self.positions = np.tile(counted + np.arange(LENGTH, dtype=np.int32), (DRAWS, 1))
+        self.positions = np.tile(START + np.arange(LENGTH, dtype=np.int32), (DRAWS, 1))
 
         prefixes = [list(itertools.product(range(VOCAB), repeat=j)) for j in range(LENGTH)]
         # Row c of item j belongs to the prefix of j tokens that are the digits of c.
@@ -98,7 +98,7 @@ class Experiment:
                 tokens.append(logits[j].argmax(1))
             else:
                 draw = draw_program(way == "shared noise")
-                tokens.append(np.asarray(draw(logits[j], self.params, self.positions[:, j + 1])))
+                tokens.append(np.asarray(draw(logits[j], self.params, self.positions[:, j + 1], self.positions[:, 0])))
             if j + 1 < DRAFTS:
                 logits.append(DRAFT[j + 1, tokens[-1]])
         return np.stack(tokens[1:], 1).astype(np.int32), np.stack(logits, 1)
@@ -134,15 +134,53 @@ class Experiment:
             sequences[:, j] = np.where(emitted[:, j], sequences[:, j], drawn)
         return accepted, sequences
 
+    def verified_again_and_again(self, way):
+        """Sequences of LENGTH tokens, of as many rounds as each request needs; no penalties, no grammar."""
+        sequences = np.zeros((DRAWS, 2 * LENGTH), np.int32)
+        done, newest = np.zeros(DRAWS, np.int32), np.full(DRAWS, GENERATED[-1], np.int32)
+        columns = np.arange(LENGTH)
+        while np.any(done < LENGTH):
+            rounds = np.minimum(done, LENGTH)[:, None] + columns  # place of each row's token in the sequence
+            tokens = [newest]
+            for j in range(DRAFTS):
+                logits = DRAFT[rounds[:, j] % DRAFTS, tokens[j]]
+                starts = self.positions[:, 0] + done
+                draw = draw_program(way == "shared noise")
+                tokens.append(np.asarray(draw(logits, self.params, starts + j + 1, starts)))
+            tokens = np.stack(tokens, 1)
+            result = verify_program(way)(
+                TARGET[rounds % LENGTH, tokens],
+                tokens[:, 1:],
+                np.full(DRAWS, DRAFTS, np.int32),
+                DRAFT[rounds[:, :-1] % DRAFTS, tokens[:, :-1]] if way in DRAWN else None,
+                self.state,
+                self.params,
+                np.zeros(DRAWS, np.int32),
+                tokens,
+                self.positions[:, :1] + done[:, None] + columns,
+                np.tile(done[:, None] < LENGTH, LENGTH),
+                allowed=np.full((DRAWS, LENGTH, 1), 0xFFFFFFFF, np.uint32),
+            )
+            emitted = np.asarray(result.emitted)
+            row = np.nonzero(emitted)
+            sequences[row[0], (done[:, None] + columns)[row]] = np.asarray(result.tokens)[row]
+            done += emitted.sum(1, dtype=np.int32)
+            newest = np.where(done < LENGTH, sequences[np.arange(DRAWS), np.maximum(done - 1, 0)], 0).astype(np.int32)
+        return sequences[:, :LENGTH]
+
     def check(self, way, draft_counts=every_draft):
         """Raises AssertionError unless first tokens and sequences are distributed as they should be."""
         accepted, sequences = self.verified(way, draft_counts)
+        assert_distributed(sequences[:, 0], self.next[0][0])
+        assert_distributed(code(sequences), self.joint())
+        return accepted
+
+    def joint(self):
+        """Probabilities of all sequences by their code."""
         joint = np.ones(1)
         for distributions in self.next:
             joint = (joint[:, None] * distributions).ravel()
-        assert_distributed(sequences[:, 0], self.next[0][0])
-        assert_distributed(code(sequences), joint)
-        return accepted
+        return joint
 
 
 def code(sequences):
@@ -169,6 +207,14 @@ def compiled_verify(method):
 def test_sequences_have_the_distribution_of_the_model(fields, way):
     accepted = Experiment(fields).check(way)
     assert 0 < np.mean(accepted) < DRAFTS
+
+
+def test_drafts_of_a_block_that_did_not_stand_do_not_decide_about_the_next(monkeypatch):
+    """They are drawn again, by the same seed for the same positions."""
+    monkeypatch.setitem(globals(), "DRAWS", 3 * DRAWS)
+    experiment = Experiment({})
+    sequences = experiment.verified_again_and_again("blockwise")
+    assert_distributed(code(sequences), experiment.joint())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -207,12 +253,15 @@ def test_no_drafts_and_one_draft(way):
     assert set(experiment.check(way, lambda drafts: np.arange(DRAWS) % 2)) == {0, 1}
 
 
-def test_one_by_one_a_draft_is_accepted_as_often_as_possible():
+def test_how_often_a_draft_is_accepted():
+    """One by one as often as any coupling of p and q allows; with shared noise nearly so."""
     experiment = Experiment({"temperature": 0.8})
-    accepted = experiment.check("rejection")
+    accepted, _ = experiment.verified("rejection", every_draft)
+    shared, _ = experiment.verified("shared noise", every_draft)
     draft = special.softmax(DRAFT[0, GENERATED[-1]].astype(np.float64) / 0.8)
     overlap = np.minimum(experiment.next[0][0], draft).sum()
     assert stats.binomtest(int(np.sum(accepted > 0)), DRAWS, overlap).pvalue > 1e-4
+    assert overlap / (2 - overlap) < np.mean(shared > 0) < overlap
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1.8}, {"frequency_penalty": 0.9}], ids=str)
@@ -261,6 +310,11 @@ def temperature_of_drafts_is_1(right):
     return lambda logits, params: right(logits, params.replace(temperature=jnp.ones(DRAWS)))
 
 
+def noise_of_drafts(right):
+    starts = jnp.full(DRAWS, START, jnp.int32)
+    return lambda params, *batch: right(verification._in_round(params, starts, verification._DRAFT), *batch)
+
+
 def every_draft_by_its_weight(right):
     def wrong(counts, weights, excess, uniform):
         return verification._prefix_length((jnp.arange(DRAFTS) < counts[:, None]) & (uniform < weights))
@@ -282,7 +336,7 @@ MISTAKES = {
     "masks": ("adjusted_logits", lambda right: lambda *batch: right(*batch[:-1])),
     "filters": ("filtered_logits", lambda right: lambda adjusted, random, params: adjusted),
     "temperature of drafts": ("_tempered", temperature_of_drafts_is_1),
-    "noise of drafts": ("gumbel_noise", lambda right: lambda *batch: right(*batch, verification._DRAFT)),
+    "noise of drafts": ("gumbel_noise", noise_of_drafts),
     "residual without weight": ("_excess", lambda right: lambda *rows: right(*rows[:-1], jnp.ones_like(rows[-1]))),
     "every draft by its weight": ("_block_length", every_draft_by_its_weight),
     "weights without bound": ("_block_weights", weights_without_bound),

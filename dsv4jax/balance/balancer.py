@@ -9,7 +9,8 @@ all are in place, weights and map of the layer change together between two steps
 has been touched, so a failure costs the spare stack and nothing else.
 
 What is decided, and in which step, depends on recorded loads and counts of calls alone, which all processes of a mesh
-share. Each advance does at most one of: choose the placement of one layer, move a few experts, change a layer over.
+share; as with a step, a failure in one of them must end them all. Each advance does at most one of: choose the
+placement of one layer, move a few experts, change a layer over.
 """
 
 import collections
@@ -21,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Int, Int32
 
 from dsv4jax.balance.metrics import BalanceMetrics, balancedness
-from dsv4jax.balance.record import LoadRecord, clear_record, empty_record, record_load, recorded_loads
+from dsv4jax.balance.record import LoadRecord, clear_record, empty_record, record_load, recorded_loads, set_owners
 from dsv4jax.balance.solver import Solver
 from dsv4jax.params import Params
 from sharding.move import copy_arrays, copy_slots, put_like
@@ -35,7 +36,8 @@ class BalanceConfig:
     """When to balance.
 
     Args:
-      interval: steps from the begin of one rearrangement to the next.
+      interval: steps from the begin of one rearrangement to the next. One that is still under way then goes on, and the
+        next begins an interval later.
       window: a rearrangement is made for the loads of that many steps before it.
       vectors: of how many steps in the window, evenly spaced, the loads are kept one by one; 0 = only their sum.
       experts_per_step: experts that are moved between two steps; each takes its bytes on every device meanwhile.
@@ -93,10 +95,9 @@ class ExpertBalancer:
         self.cfg, self.solver, self.stack = cfg, solver, stack
         self.experts, self.experts_per_token = experts, experts_per_token
         self.owners = owners.astype(np.int32)
-        self._owners_on_device: Array | None = None
         self._records: dict[str, LoadRecord] = {}
         self._snapshot: list[LoadRecord] = []
-        self._loads = np.zeros((0, *owners.shape), np.int32)
+        self._loads = np.zeros((0, len(owners), experts), np.int32)
         self._layers: collections.deque[int] = collections.deque()
         self._current: _Rearrangement | None = None
         self._advances = self._rearrangements = self._moved = self._failures = 0
@@ -119,35 +120,32 @@ class ExpertBalancer:
         if expert_load.shape != expected:
             raise ValueError(f"expert_load {expert_load.shape}: {self.stack!r} has (layers, experts) = {expected}")
         if kind not in self._records:
-            record = empty_record(*expected, self.cfg.window, self.cfg.vectors)
+            record = empty_record(self.owners, self.experts, self.cfg.window, self.cfg.vectors)
             self._records[kind] = put_like(record, expert_load)
-        if self._owners_on_device is None:
-            self._owners_on_device = put_like(self.owners, expert_load)
-        self._records[kind] = record_load(
-            self._records[kind], expert_load, self._owners_on_device, ranks=self.solver.ranks
-        )
+        self._records[kind] = record_load(self._records[kind], expert_load, ranks=self.solver.ranks)
 
     def advance(self, params: Params, placement: ExpertPlacement) -> tuple[Params, ExpertPlacement]:
         """Goes on with balancing; call once between any two steps, with what the next step would run with.
 
         Returns what it is to run with: mostly just these, and one layer of both changed when it is ready. The arguments
-        are not changed, and are those that steps in flight go on with.
+        are not changed, and are those that steps in flight go on with. Arrays stay on the devices where they are: put
+        the first placement where the steps want it (`sharding.move.put_like`).
 
         Raises what a program raises, such as a lack of memory; ValueError if the stacks do not have the slots. Then the
         rearrangement is abandoned, every layer stays as it is in the arguments, and the next one begins in its time.
         """
+        self._advances += 1
+        under_way = self._current is not None or bool(self._layers)
         try:
-            params, placement = self._go_on(params, placement)
+            if self._advances % self.cfg.interval == 0 and not under_way:
+                self._begin()
+            if (self._advances + self.cfg.window) % self.cfg.interval == 0:
+                self._records = {kind: clear_record(record) for kind, record in self._records.items()}
+            return self._go_on(params, placement) if under_way else (params, placement)
         except BaseException:
             self.abandon()
             self._failures += 1
             raise
-        self._advances += 1
-        if self._advances % self.cfg.interval == 0 and not self._busy:
-            self._begin()
-        if (self._advances + self.cfg.window) % self.cfg.interval == 0:
-            self._records = {kind: clear_record(record) for kind, record in self._records.items()}
-        return params, placement
 
     def abandon(self) -> None:
         """Drops the rearrangement that is under way, if any; layers that were changed over stay so."""
@@ -160,12 +158,14 @@ class ExpertBalancer:
         Raises as `advance`.
         """
         stacks = self._experts(params, 0)
-        self._records = {kind: clear_record(copy_arrays(record)) for kind, record in self._records.items()}
+        first, owners = np.int32(0), self.owners[0]
+        for kind, record in self._records.items():
+            self._records[kind] = clear_record(copy_arrays(set_owners(record, first, owners)))
         spare = self._copy(copy_arrays(stacks), stacks, [])
-        jax.block_until_ready((spare, self._with_layer(placement, 0, self.owners[0])))
+        jax.block_until_ready((spare, self._with_layer(placement, first, owners)))
 
     def metrics(self) -> BalanceMetrics:
-        """Its state; waits for the recorded steps."""
+        """Its state; waits for the recorded steps. To be called from the thread that records."""
         ranks, k = self.solver.ranks, self.experts_per_token
         return BalanceMetrics(
             balancedness={
@@ -178,18 +178,14 @@ class ExpertBalancer:
             failures=self._failures,
         )
 
-    @property
-    def _busy(self) -> bool:
-        return self._current is not None or bool(self._layers)
-
     def _begin(self) -> None:
-        self._rearrangements += 1
-        self._begun_at, self._moved = self._advances, 0
-        self._layers.extend(range(len(self.owners)))
         # Copies, because the records go on; read in the next advance, when the last step is done.
         self._snapshot = [copy_arrays(record) for record in self._records.values()]
         for leaf in jax.tree.leaves(self._snapshot):
             leaf.copy_to_host_async()
+        self._layers.extend(range(len(self.owners)))
+        self._rearrangements += 1
+        self._begun_at, self._moved = self._advances, 0
 
     def _go_on(self, params: Params, placement: ExpertPlacement) -> tuple[Params, ExpertPlacement]:
         if self._snapshot:
@@ -199,7 +195,7 @@ class ExpertBalancer:
             if not self._current.moves:
                 return self._change_over(params, placement)
             self._move_some(params)
-        elif self._layers:
+        else:
             self._choose(self._layers.popleft(), params)
         return params, placement
 
@@ -229,19 +225,21 @@ class ExpertBalancer:
         current = self._current
         # Had a copy failed on the device, it would raise here, and not in a step that needs the weights.
         jax.block_until_ready(current.spare)
-        placement = self._with_layer(placement, current.layer, current.owners)
+        layer = np.int32(current.layer)
+        owners = self.owners.copy()
+        owners[layer] = current.owners
+        records = {kind: set_owners(record, layer, current.owners) for kind, record in self._records.items()}
+        placement = self._with_layer(placement, layer, current.owners)
         params = self._with_experts(params, current.layer, current.spare)
-        self.owners = self.owners.copy()
-        self.owners[current.layer] = current.owners
-        self._owners_on_device = self._current = None
+        # Nothing fails from here on: the caller gets what is noted here.
+        self.owners, self._records, self._current = owners, records, None
         return params, placement
 
     def _with_layer(
-        self, placement: ExpertPlacement, layer: int, owners: Int32[np.ndarray, " slots"]
+        self, placement: ExpertPlacement, layer: np.int32, owners: Int32[np.ndarray, " slots"]
     ) -> ExpertPlacement:
-        return _set_layer(
-            placement, np.int32(layer), placement_from_owners(owners[None], self.experts, self.solver.ranks)
-        )
+        row = placement_from_owners(owners[None], self.experts, self.solver.ranks)
+        return _set_layer(placement, layer, row)
 
     def _experts(self, params: Params, layer: int) -> Any:
         stacks = params[self.stack][layer]["ffn"]["experts"]

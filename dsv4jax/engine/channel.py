@@ -169,7 +169,8 @@ class _Channel:
         self._on_failure = on_failure
         self._connections: dict[int, _Connection] = {}
         self._news = threading.Condition()  # for whoever waits for another process
-        self._ended = threading.Event()
+        self._ended = threading.Event()  # nothing is sent any more
+        self._closed = False  # and everybody knows
         self._watched: tuple[str, float] | None = None
         threading.Thread(target=self._monitor, name="channel-monitor", daemon=True).start()
 
@@ -266,6 +267,7 @@ class _Channel:
         for connection in list(self._connections.values()):
             connection.close()
         with self._news:
+            self._closed = True
             self._news.notify_all()
 
 
@@ -315,9 +317,9 @@ class LeaderChannel(_Channel):
     def wait_for_all(self, kind: Kind) -> None:
         """Until every process has said READY or RESET_DONE; raises ChannelFailure."""
         with self._news:
-            while not self._ended.is_set() and len(self._acknowledged[kind]) < self.config.processes - 1:
+            while not self._closed and len(self._acknowledged[kind]) < self.config.processes - 1:
                 self._news.wait()
-        if self._ended.is_set():
+        if self._closed:
             raise self._ending()
         if kind is Kind.RESET_DONE:
             self._resetting = False
@@ -418,7 +420,7 @@ class FollowerChannel(_Channel):
     def receive(self) -> tuple[Kind, bytes]:
         """The next command of process 0: DISPATCH, WAIT, RESET or SHUTDOWN with its body; raises ChannelFailure."""
         with self._news:
-            while not self._ended.is_set() and not self._commands:
+            while not self._closed and not self._commands:
                 self._news.wait()
         if self.failure is not None or not self._commands:
             raise self._ending()

@@ -20,7 +20,6 @@ from dsv4jax.batch import (
     StepBatch,
     concatenate_batches,
 )
-from dsv4jax.cache import init_cache
 from dsv4jax.engine.plan import (
     Decodes,
     Prefill,
@@ -123,7 +122,7 @@ class JaxExecutor:
         programs = self._programs
         slots = programs.cache_cfg.slots
         self._cache = None  # freed before the new one is made
-        self._cache = init_cache(programs.cfg, programs.cache_cfg, programs.numerics, programs.layout)
+        self._cache = programs.init_cache()
         self._sampling = [[_GREEDY] * slots for _ in range(self._ranks)]
         # Newest token ids that were run, newest first; for Engram tables on the host.
         self._history: list[list[tuple[int, ...]]] = [[()] * slots for _ in range(self._ranks)]

@@ -166,10 +166,11 @@ class Programs:
         self.layout, self.tables, self._token_map = layout, tables, token_map
         if params is None:
             params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None)
-        cache = _shapes(jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics, layout)), layout)
+        empty_cache = functools.partial(init_cache, cfg, cache_cfg, numerics, layout)
+        cache = _shapes(jax.eval_shape(empty_cache), layout)
         self._nothing = {b: self.batch([], b) for b in buckets.steps}
         static = {"cfg": cfg, "numerics": numerics, "layout": layout}
-        jobs: dict[Any, Callable[[], Any]] = {}
+        jobs: dict[Any, Callable[[], Any]] = {"cache": jax.jit(empty_cache, out_shardings=layout.by_rank).lower}
         for bucket, batch in self._nothing.items():
             batches = _shapes(concatenate_batches([batch] * layout.ranks), layout)
             jobs[bucket] = functools.partial(_step(bucket).lower, params, cache, batches, **static)
@@ -212,6 +213,11 @@ class Programs:
     def start_rows(self, rows: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
         """Arguments of `start_request` after the cache, from those of each rank."""
         return rows[0] if self.layout.mesh is None else tuple(map(np.stack, zip(*rows, strict=True)))
+
+    @property
+    def init_cache(self) -> Callable[[], Cache]:
+        """`cache.init_cache` for all ranks."""
+        return self._compiled["cache"]
 
     @property
     def start_request(self) -> Callable[..., Cache]:

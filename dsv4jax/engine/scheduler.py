@@ -241,6 +241,15 @@ class Scheduler:
         following = sum(len(sequence.followers) for sequence in (*self.waiting, *running))
         assert following == self.following, f"{following} choices wait for their first one, {self.following} counted"
 
+    def choose(self, fits: list[tuple[Rank, list[int]]], loads: list[float]) -> tuple[Rank, list[int]]:
+        """Of the ranks that a request fits, each with the pages found there, the one that takes it: see the module.
+
+        Args:
+          fits: in ascending order of ranks; at least one.
+          loads: of all ranks.
+        """
+        return min(fits, key=lambda fit: loads[fit[0].number] - fit[0].saved_tokens(fit[1]))
+
     def _plan_decodes(self, failed: Failures) -> list[tuple[Decodes | None, Speculation | None]]:
         """One program for all: with drafts if a request anywhere verifies any, so that weights are read once.
 
@@ -272,7 +281,7 @@ class Scheduler:
                 if sequence.overtaken >= self.cfg.max_overtakes:
                     break
                 continue
-            rank, pages = min(fits, key=lambda fit: loads[fit[0].number] - fit[0].saved_tokens(fit[1]))
+            rank, pages = self.choose(fits, loads)
             self._dequeue(sequence)
             rank.admit(sequence, pages, now)
             loads[rank.number] = rank.load
