@@ -320,6 +320,8 @@ def _engine(
     usable = min(tokenizer.vocab_size, cfg.vocab_size)
     executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value)
     executor.warm_up()
+    if drafts and not deterministic and not layout.spans_processes:
+        executor.measure_costs()
     if isinstance(channel, FollowerChannel):
         _leave_signals_to_process_0()
         follow(channel, executor)

@@ -159,3 +159,17 @@ def test_deterministic_results_are_the_same_bits_whatever_runs_beside_and_stands
     for one, other, undrafted in zip(made, expected, alone, strict=True):
         assert one.generated == other.generated == undrafted.generated
         assert one.logprobs == other.logprobs and one.top_logprobs == other.top_logprobs
+
+
+def test_where_drafts_do_not_pay_only_those_are_verified_that_requests_insist_on(compiled, alone):
+    executor, cfg = compiled
+    (bucket,) = executor._programs.buckets.verify
+    most = CACHE.slots * (1 + DRAFTS)
+    costs = executor.measure_costs()
+    assert [*costs[bucket]] == [1, 2, 3, 4, 8, most] and min(costs[bucket].values()) > 0
+    executor._programs.set_costs(bucket, {0: 0.0, 1: 1.0, most: 1.0 + 10 * most})
+    for drafts in (None, 4):
+        made, _ = run(executor, cfg, requests([drafts] * 6)[:3], together=True)
+        assert [s.generated for s in made] == [s.generated for s in alone[:3]]
+        assert {s.drafted > 0 for s in made} == {drafts is not None}
+    executor._programs.set_costs(bucket, {0: 1.0})

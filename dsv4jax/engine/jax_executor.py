@@ -42,6 +42,7 @@ from dsv4jax.speculation import DraftOutput, SpeculativeOutput
 from dsv4jax.steps import StepOutput
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_TIMED_STEPS = 5
 _GREEDY = RequestSampling(temperature=0.0, seed=0)
 
 
@@ -142,6 +143,51 @@ class JaxExecutor:
             self._set_masks([(SlotMask(0, None),) * rows] * self._ranks)
         self.compilations.count = 0
         self._free_since = time.monotonic()
+
+    def measure_costs(self) -> dict[DecodeBucket, dict[int, float]]:
+        """Measures steps with drafts on short requests, and lets them choose by it how many drafts to verify.
+
+        Not with several processes, which would choose differently. Empties the cache.
+
+        Returns:
+          Seconds by the tokens that each rank verified, which `Programs.set_costs` was given.
+
+        Raises:
+          ValueError: the devices belong to several processes, or a bucket has pages for fewer tokens than are timed.
+        """
+        programs = self._programs
+        if programs.layout.spans_processes:
+            raise ValueError("measure_costs: the devices must belong to one process")
+        costs = {}
+        for bucket in programs.buckets.verify:
+            most = bucket.requests * bucket.tokens_per_request
+            totals = sorted({*(2**i for i in range(most.bit_length())), bucket.requests, most})
+            costs[bucket] = {total: self._seconds_of(bucket, total) for total in totals}
+            programs.set_costs(bucket, costs[bucket])
+        self.reset()
+        return costs
+
+    def _seconds_of(self, bucket: DecodeBucket, total: int) -> float:
+        """Time of a step in which each rank verifies `total` tokens of as few requests as can be."""
+        programs, width = self._programs, bucket.tokens_per_request
+        size, pages = programs.cache_cfg.page_size, programs.cache_cfg.pages
+        used = ceil_div((_TIMED_STEPS + 2) * width, size)
+        count = ceil_div(total, width)
+        rows = []
+        for slot in range(count):
+            drafts = total // count + (slot < total % count) - 1
+            own = (slot * used + np.arange(used, dtype=np.int32)) % pages
+            rows.append(SpeculativeRequest(slot, own, used * size, drafts, drafts, _GREEDY))
+        batches = [programs.batch(rows, bucket)] * self._ranks
+        self.reset()
+        jax.block_until_ready(self._run(bucket, batches).counts)  # only drafts: there were none yet
+        seconds = []
+        for _ in range(_TIMED_STEPS):
+            begin = time.monotonic()
+            output = self._run(bucket, batches)
+            jax.block_until_ready(output.counts)
+            seconds.append(time.monotonic() - begin)
+        return float(np.median(seconds))
 
     def dispatch(self, plan: StepPlan) -> None:
         """Starts a step; results start their way back.

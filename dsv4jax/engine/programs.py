@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -169,11 +169,14 @@ class Programs:
         empty_cache = functools.partial(init_cache, cfg, cache_cfg, numerics, layout)
         cache = _shapes(jax.eval_shape(empty_cache), layout)
         self._nothing = {b: self.batch([], b) for b in buckets.steps}
+        # Until they are measured, all totals cost the same: then every draft that may be accepted is verified.
+        self._step_seconds = {b: np.ones(b.requests * b.tokens_per_request + 1, np.float32) for b in buckets.verify}
         static = {"cfg": cfg, "numerics": numerics, "layout": layout}
         jobs: dict[Any, Callable[[], Any]] = {"cache": jax.jit(empty_cache, out_shardings=layout.by_rank).lower}
         for bucket, batch in self._nothing.items():
             batches = _shapes(concatenate_batches([batch] * layout.ranks), layout)
-            jobs[bucket] = functools.partial(_step(bucket).lower, params, cache, batches, **static)
+            costs = {"step_seconds": self._step_seconds[bucket]} if bucket in self._step_seconds else {}
+            jobs[bucket] = functools.partial(_step(bucket).lower, params, cache, batches, **costs, **static)
         row = np.int32(0), *request_rows(np.zeros(1, np.int32), (), {}, cfg.vocab_size), np.int32(1)
         start = _shapes(self.start_rows([row] * layout.ranks), layout)
         jobs["start"] = functools.partial(start_request.lower, cache, *start, layout=layout)
@@ -192,7 +195,18 @@ class Programs:
 
     def step(self, bucket: Bucket) -> Callable[[Params, Cache, StepBatch | SpeculativeBatch], tuple[Cache, Any]]:
         """The program of a bucket."""
-        return self._compiled[bucket]
+        program = self._compiled[bucket]
+        costs = self._step_seconds.get(bucket)
+        return program if costs is None else functools.partial(program, step_seconds=costs)
+
+    def set_costs(self, bucket: DecodeBucket, seconds: Mapping[int, float]) -> None:
+        """Sets what steps with drafts cost, by which they choose how many drafts to verify.
+
+        Args:
+          seconds: of steps of this bucket, by the tokens that a rank verifies in them.
+        """
+        totals = np.arange(len(self._step_seconds[bucket]))
+        self._step_seconds[bucket] = np.interp(totals, [*seconds], [*seconds.values()]).astype(np.float32)
 
     def batch(self, requests: Sequence[Any], bucket: Bucket) -> StepBatch | SpeculativeBatch:
         """A rank's batch: of `PrefillChunk`s, of `DecodeTokens`, or with drafts of `SpeculativeRequest`s."""

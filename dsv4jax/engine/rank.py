@@ -9,14 +9,14 @@ every draft that may be run. If pages are short, fewer drafts are verified, and 
 given back before anybody is preempted. A choice leaves no drafts behind when it loses its slot.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int32, Int64
+from jaxtyping import Int32
 
 from dsv4jax.engine.chunking import Chunks
 from dsv4jax.engine.draft_totals import DraftTotals
+from dsv4jax.engine.in_flight import RankInFlight, Running, Update, rows_of, take_logprobs
 from dsv4jax.engine.page_pool import PagePool, PrefixHasher
 from dsv4jax.engine.plan import (
     NEXT_TOKEN,
@@ -39,49 +39,9 @@ _REQUEST_LOAD = 256  # what a running request weighs, in tokens of prefill
 _CONTEXT_LOAD = 1 / 64  # and each token in its pages
 
 Failures = list[tuple[Sequence, str]]
+Chosen = tuple[Int32[np.ndarray, " requests"], Int32[np.ndarray, " requests"]]
+"""Slots of choices that decode in a step, and the most drafts that each may verify."""
 _UNDEFINED = "the model's logits were undefined (NaN or infinite)"
-
-
-@dataclasses.dataclass(eq=False)
-class Running:
-    """Decoding choices of a step, chosen or dispatched. A slot's epoch changes when it loses its choice."""
-
-    slots: Int32[np.ndarray, " requests"]
-    drafts: Int32[np.ndarray, " requests"]
-    """The most drafts that each verifies."""
-    epochs: Int64[np.ndarray, " requests"]
-    counts: Bool[np.ndarray, " requests"]
-    """Whether what is sampled counts: not if the token after it is known."""
-
-
-@dataclasses.dataclass(eq=False)
-class RankInFlight:
-    """What a rank has to remember of a dispatched step."""
-
-    prefills: list[tuple[Sequence, int, int, bool]]  # choice, epoch, end, whether its sampled token counts
-    decodes: Running | None
-    speculation: Running | None
-    sequences: list[Sequence]  # all that take part
-
-
-@dataclasses.dataclass(eq=False)
-class InFlight:
-    number: int
-    parts: list[RankInFlight]
-
-
-@dataclasses.dataclass(eq=False)
-class Update:
-    """What a step's result brought."""
-
-    news: list[Sequence] = dataclasses.field(default_factory=list)
-    """Choices with new tokens."""
-    tokens: int = 0
-    """New tokens of all choices."""
-    first_tokens: list[Sequence] = dataclasses.field(default_factory=list)
-    finished: list[tuple[Sequence, FinishReason, str | None]] = dataclasses.field(default_factory=list)
-    gaps: list[Float64[np.ndarray, " tokens"]] = dataclasses.field(default_factory=list)
-    """Seconds since the token before, per token that was not its choice's first."""
 
 
 class Rank:
@@ -216,7 +176,7 @@ class Rank:
         """Whether a choice is decoding and has tokens left to choose."""
         return bool(np.any(self._runnable()))
 
-    def choose_decodes(self, failed: Failures) -> Running:
+    def choose_decodes(self, failed: Failures) -> Chosen:
         """The choices that can run, and how many drafts each may verify."""
         slots = np.flatnonzero(self._runnable()).astype(np.int32)
         drafts = np.where(self._again[slots] == 0, self._most_drafts[slots], 0)
@@ -230,27 +190,27 @@ class Rank:
                     wanted, allowed = int(drafts[row]), self._drafts_for_mask(slot, int(drafts[row]), failed)
                     ready[row], drafts[row] = allowed is not None, allowed or 0
                     self.drafts.withheld["mask"] += allowed == 0 and wanted > 0
-        slots = slots[ready]
-        return Running(slots, drafts[ready], self._epoch[slots], self._again[slots] <= 1)
+        return slots[ready], drafts[ready]
 
-    def must_speculate(self, running: Running) -> bool:
+    def must_speculate(self, chosen: Chosen) -> bool:
         """Whether only a step with drafts can run these choices: they verify some, or the host lacks their position."""
-        return bool(np.any((running.drafts > 0) | (self._ahead[running.slots] != self._unread[running.slots])))
+        slots, drafts = chosen
+        return bool(np.any((drafts > 0) | (self._ahead[slots] != self._unread[slots])))
 
     def plan_decodes(
-        self, running: Running, speculate: bool, preempt: Callable[[Sequence], None]
+        self, chosen: Chosen, speculate: bool, preempt: Callable[[Sequence], None]
     ) -> tuple[Decodes | None, Speculation | None]:
         """One token of each of the choices, and with `speculate` drafts behind it, of some or of all.
 
         Preempts the worst choices if pages run out.
         """
-        size, slots = self._cfg.page_size, running.slots
+        (slots, drafts), size = chosen, self._cfg.page_size
         needed = np.minimum(self._positions(slots) + 1, self._end[slots] - 1)
         for slot in slots[needed > self._page_count[slots] * size].tolist():
             if self._decoding[slot]:
                 self._grow(self._sequences[slot], preempt)
         kept = self._decoding[slots]
-        slots, drafts = slots[kept], running.drafts[kept]
+        slots, drafts = slots[kept], drafts[kept]
         if not slots.size:
             return None, None
         if speculate:
@@ -381,7 +341,7 @@ class Rank:
                 slots = np.array([slot], np.int32)
                 self._unread[slots] -= 1
                 self._ahead[slots] -= 1
-                self._take(slots, _rows(result.prefills, [row]), now, update, first)
+                self._take(slots, rows_of(result.prefills, [row]), now, update, first)
         if part.decodes is not None:
             self._take_running(part.decodes, result.decodes, now, hasher, update)
         if part.speculation is not None:
@@ -395,7 +355,7 @@ class Rank:
         slots = running.slots[rows]
         self._unread[slots] -= 1
         self._ahead[slots] -= 1 + running.drafts[rows]
-        outcome = _rows(result, rows)
+        outcome = rows_of(result, rows)
         if isinstance(result, Speculated):
             self.drafts.take(outcome.verified, outcome.counts - 1)
             for slot, verified, count in zip(
@@ -404,7 +364,7 @@ class Rank:
                 if verified:
                     self._sequences[slot].count_drafts(verified, count - 1)
             some = np.flatnonzero(outcome.counts)  # the others were at their end
-            slots, outcome = slots[some], _rows(outcome, some)
+            slots, outcome = slots[some], rows_of(outcome, some)
         full = (self._length[slots] - 1) // self._cfg.page_size
         self._take(slots, outcome, now, update)
         if not self._cfg.deterministic:
@@ -529,7 +489,7 @@ class Rank:
                         break
             taken[row] = len(sequence.generated) - known
             if sequence.sampling.top_logprobs >= 0:
-                _take_logprobs(sequence, result, row, int(taken[row]))
+                take_logprobs(sequence, result, row, int(taken[row]))
             if taken[row]:
                 update.news.append(sequence)
         self._length[slots] += taken
@@ -559,28 +519,3 @@ class Rank:
         if end is not None:
             update.finished.append((sequence, *end))
         return end is not None
-
-
-def _rows(result: Sampled | Speculated, rows: list[int] | Int64[np.ndarray, " rows"]) -> Speculated:
-    """The results of some rows; of one token each if no drafts were run."""
-    top_tokens = None if result.top_tokens is None else result.top_tokens[rows]
-    top_logprobs = None if result.top_logprobs is None else result.top_logprobs[rows]
-    tokens, logprobs = result.tokens[rows], result.logprobs[rows]
-    if isinstance(result, Speculated):
-        return Speculated(result.counts[rows], result.verified[rows], tokens, logprobs, top_tokens, top_logprobs)
-    ones = np.ones(len(rows), np.int32)
-    if top_tokens is not None:
-        top_tokens, top_logprobs = top_tokens[:, None], top_logprobs[:, None]
-    return Speculated(ones, ones - 1, tokens[:, None], logprobs[:, None], top_tokens, top_logprobs)
-
-
-def _take_logprobs(sequence: Sequence, result: Speculated, row: int, count: int) -> None:
-    """Appends the log-probabilities of the first `count` tokens of a row, and the best tokens as far as asked for."""
-    sequence.logprobs += result.logprobs[row, :count].tolist()
-    best = sequence.sampling.top_logprobs
-    for column in range(count):
-        pairs = ()
-        if best:
-            ids, values = result.top_tokens[row, column, :best], result.top_logprobs[row, column, :best]
-            pairs = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        sequence.top_logprobs.append(pairs)

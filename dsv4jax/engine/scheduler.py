@@ -22,9 +22,10 @@ import collections
 import dataclasses
 
 from dsv4jax.engine.chunking import plan_chunks
+from dsv4jax.engine.in_flight import InFlight, Update
 from dsv4jax.engine.page_pool import PrefixHasher
 from dsv4jax.engine.plan import Decodes, Prefill, Speculation, StepPlan, StepResult
-from dsv4jax.engine.rank import Failures, InFlight, Rank, Update
+from dsv4jax.engine.rank import Failures, Rank
 from dsv4jax.engine.request import (
     FinishReason,
     GenerationRequest,
@@ -255,10 +256,10 @@ class Scheduler:
 
         In deterministic mode the others do not decide which one.
         """
-        running = [rank.choose_decodes(failed) for rank in self.ranks]
-        speculate = any(map(Rank.must_speculate, self.ranks, running))
+        chosen = [rank.choose_decodes(failed) for rank in self.ranks]
+        speculate = any(map(Rank.must_speculate, self.ranks, chosen))
         speculate |= self.cfg.deterministic and self.cfg.drafts > 0
-        return [rank.plan_decodes(r, speculate, self._preempt) for rank, r in zip(self.ranks, running, strict=True)]
+        return [rank.plan_decodes(c, speculate, self._preempt) for rank, c in zip(self.ranks, chosen, strict=True)]
 
     def _plan_prefills(self, failed: Failures) -> list[tuple[Prefill, ...]]:
         chunks = plan_chunks([rank.ready_prefills(failed) for rank in self.ranks], self.cfg, self._prompt_logprobs)
