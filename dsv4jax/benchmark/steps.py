@@ -30,7 +30,7 @@ from dsv4jax.numerics import Numerics
 from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling_settings import RequestSampling
-from dsv4jax.steps import decode_step, prefill_step
+from dsv4jax.steps import StepOutput, decode_step, prefill_step
 
 PAGE = 64
 TILE = 64
@@ -103,8 +103,11 @@ def compile_all(lowered: Sequence[jax.stages.Lowered], options: Mapping[str, Any
         return list(pool.map(lambda one: one.compile(compiler_options=dict(options) if options else None), lowered))
 
 
-def time_step(program: Any, params: Params, cache: Cache, batch: StepBatch, repeats: int) -> tuple[float, float]:
-    """Seconds of a step: median of calls that are waited for, and average of calls sent one after the other."""
+def time_step(
+    program: Any, params: Params, cache: Cache, batch: StepBatch, repeats: int
+) -> tuple[float, float, StepOutput]:
+    """Seconds of a step: median of calls that are waited for, and average of calls sent one after the other; and the
+    last output."""
     batch = jax.device_put(batch)
     cache, output = program(params, cache, batch)
     jax.block_until_ready(output.tokens)
@@ -118,7 +121,7 @@ def time_step(program: Any, params: Params, cache: Cache, batch: StepBatch, repe
     for _ in range(repeats):
         cache, output = program(params, cache, batch)
     jax.block_until_ready(output.tokens)
-    return statistics.median(times), (time.perf_counter() - begin) / repeats
+    return statistics.median(times), (time.perf_counter() - begin) / repeats, output
 
 
 def profile_step(program: Any, params: Params, cache: Cache, batch: StepBatch, steps: int = 3) -> Profile:
