@@ -125,7 +125,11 @@ def time_step(
 
 
 def profile_step(program: Any, params: Params, cache: Cache, batch: StepBatch, steps: int = 3) -> Profile:
-    """Time per stage, averaged over some steps; the program is one without command buffers."""
+    """Time per stage, averaged over some steps; the program is one without command buffers.
+
+    Raises:
+      RuntimeError: the runs of the step cannot be told apart in the trace.
+    """
     batch, text = jax.device_put(batch), program.as_text()
     cache, output = program(params, cache, batch)
     jax.block_until_ready((cache, output))
@@ -135,6 +139,10 @@ def profile_step(program: Any, params: Params, cache: Cache, batch: StepBatch, s
                 cache, output = program(params, cache, batch)
                 jax.block_until_ready((cache, output))
         runs = read_trace(directory, text.split(",", 1)[0].removeprefix("HloModule "))
+    if len(runs) != steps:
+        raise RuntimeError(
+            f"the trace shows {len(runs)} runs of the step, not {steps}: its first kernel is launched often"
+        )
     return profile(runs, operation_scopes(text))
 
 
