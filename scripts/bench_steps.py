@@ -159,7 +159,7 @@ def cached_prefix(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[
     """Prefill behind a cached prefix: seconds of all chunks, for each of three improvements alone and together.
 
     The decoder half on the end of the prompt only; Engram tables on the device instead of host memory; `topk` instead
-    of XLA's sort.
+    of XLA's sort, which makes no difference without kernels.
     """
     new, cached, chunk = numbers_of("cached_prefix", _CACHED_PREFIX.value, (3,))
     pages = ceil_div(cached + new, PAGE)
