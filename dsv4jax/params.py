@@ -10,6 +10,7 @@ from flax import nnx
 from dsv4jax.config import ModelConfig
 from dsv4jax.model.transformer import Model
 from dsv4jax.weights import STORED_DTYPES, ArraySpec
+from sharding import ShardingRules, abstract_mesh, padded_shape, sharding_for
 
 Params = dict[str, Any]
 
@@ -30,6 +31,29 @@ def abstract_params(cfg: ModelConfig, tables_on_device: bool = True) -> Params:
     `tables_on_device=False` the Engram tables are left out.
     """
     return nnx.to_pure_dict(nnx.split(Model(cfg, tables_on_device))[1])
+
+
+def bytes_per_device(cfg: ModelConfig, rules: ShardingRules, devices: int) -> dict[str, int]:
+    """Bytes of parameters that each of so many devices holds, by part of the model; needs no devices.
+
+    Raises:
+      ValueError: the parameters cannot be spread so, see `sharding_for`.
+    """
+    mesh = abstract_mesh(devices)
+    held = dict.fromkeys(("experts", "draft experts", "Engram tables", "vision", "everything else"), 0)
+    for name, spec in named_leaves(abstract_params(cfg)):
+        shape = padded_shape(spec.axes, spec.shape, rules, mesh)
+        part = sharding_for(spec.axes, rules, mesh, name=name, shape=shape).shard_shape(shape)
+        held[_part_of_model(name)] += math.prod(part) * spec.dtype.itemsize
+    return held
+
+
+def _part_of_model(name: str) -> str:
+    if ".ffn.experts." in name:
+        return "draft experts" if name.startswith("mtp.") else "experts"
+    if ".engram.embed." in name:
+        return "Engram tables"
+    return "vision" if name.startswith(("vision.", "aligner.")) else "everything else"
 
 
 def named_leaves(params: Params) -> Iterator[tuple[str, Any]]:

@@ -2,13 +2,22 @@
 
 from sharding.layout import SINGLE, Layout, decode_dep, latency, prefill_dep, single
 from sharding.placement import ExpertPlacement
-from sharding.rules import ShardingRules, expert_parallel, make_mesh, padded_shape, sharding_for
+from sharding.rules import (
+    ShardingRules,
+    abstract_mesh,
+    expert_parallel,
+    make_mesh,
+    padded_shape,
+    sharding_for,
+    tensor_parallel,
+)
 
 __all__ = [
     "SINGLE",
     "ExpertPlacement",
     "Layout",
     "ShardingRules",
+    "abstract_mesh",
     "decode_dep",
     "expert_parallel",
     "latency",
@@ -17,4 +26,5 @@ __all__ = [
     "prefill_dep",
     "sharding_for",
     "single",
+    "tensor_parallel",
 ]

@@ -50,6 +50,11 @@ def make_mesh(devices: int, axis: str = RANK_AXIS) -> Mesh:
     return jax.make_mesh((devices,), (axis,), devices=available[:devices], axis_types=(AxisType.Explicit,))
 
 
+def abstract_mesh(devices: int) -> AbstractMesh:
+    """The mesh of `make_mesh` without devices, for computing with shapes."""
+    return AbstractMesh((devices,), (RANK_AXIS,), axis_types=(AxisType.Explicit,))
+
+
 def padded_shape(
     axes: tuple[str | None, ...], shape: tuple[int, ...], rules: ShardingRules, mesh: Mesh | AbstractMesh | None
 ) -> tuple[int, ...]:

@@ -102,7 +102,7 @@ check(cfg, decode_dep(8), prompts, rounds=3, owners=[o.reshape(-1, 24) for o in 
 """
 
 LATENCY = """
-check(config(4), latency(2), prompts[:3], rounds=2)
+check(config(4), latency(2), [prompts[0], prompts[3], prompts[4]], rounds=2)
 """
 
 THIRTY_TWO = """

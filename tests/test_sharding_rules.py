@@ -1,13 +1,14 @@
 """Sharding rules: what a rule set does to the model's own declarations, and what it refuses."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from dsv4jax.config import ModelConfig
-from dsv4jax.params import abstract_params, named_leaves
+from dsv4jax.params import abstract_params, bytes_per_device, named_leaves
 from sharding import Layout, ShardingRules, expert_parallel, make_mesh, padded_shape, sharding_for
 
 EIGHT = AbstractMesh((8,), ("rank",), axis_types=(AxisType.Explicit,))
@@ -76,3 +77,14 @@ def test_layouts_name_what_is_wrong():
         Layout(exchange="psum")
     with pytest.raises(ValueError, match=r"mesh with axes \('x',\): must be \('rank',\)"):
         Layout(make_mesh(1, "x"))
+
+
+@pytest.mark.parametrize("devices", [1, 8, 64])
+def test_the_table_of_the_documentation(devices):
+    held = bytes_per_device(ModelConfig(), expert_parallel(), devices)
+    row = [str(devices), *(f"{b / 1e9:.2f}" for b in held.values()), f"{sum(held.values()) / 1e9:.1f}"]
+    page = (Path(__file__).parent.parent / "docs/parallelism.md").read_text()
+    assert f"| {' | '.join(row)} |" in page
+    if devices == 1:
+        specs = named_leaves(abstract_params(ModelConfig()))
+        assert sum(held.values()) == sum(spec.nbytes for _, spec in specs)
