@@ -123,7 +123,9 @@ def run_cases(
     records = []
     for case, program, profiling in zip(cases, programs, profiled, strict=True):
         cache = random_cache(cfg, case.cache_cfg, numerics)
-        waited, sent = time_step(program, params, cache, case.batch, _REPEATS.value)
+        waited, sent, output = time_step(program, params, cache, case.batch, _REPEATS.value)
+        # Each rank's experts stand for those of all ranks.
+        load = np.asarray(output.expert_load).reshape(cfg.num_hidden_layers, _RANKS.value, -1).sum(1)
         costs = step_costs(cfg, case.shape)
         floor = sum(cost.floor(limits) for cost in costs.values()) / 1e3
         record = {
@@ -132,10 +134,11 @@ def run_cases(
             "milliseconds_waited_for": waited * 1e3,
             "tokens_per_second": case.shape.tokens / sent,
             "floor_milliseconds": floor,
+            "experts_in_use": float((load > 0).sum(1).mean()),
         }
         print(
             f"{case.name:<36}{sent * 1e3:>10.2f} ms{waited * 1e3:>10.2f} waited for{floor:>10.2f} floor"
-            f"{case.shape.tokens / sent:>12.0f} tokens/s",
+            f"{case.shape.tokens / sent:>12.0f} tokens/s, {record['experts_in_use']:.1f} of {load.shape[1]} experts",
             flush=True,
         )
         if profiling is not None:
@@ -156,7 +159,7 @@ def cached_prefix(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[
     """Prefill behind a cached prefix: seconds of all chunks, for each of three improvements alone and together.
 
     The decoder half on the end of the prompt only; Engram tables on the device instead of host memory; `topk` instead
-    of XLA's sort.
+    of XLA's sort, which makes no difference without kernels.
     """
     new, cached, chunk = numbers_of("cached_prefix", _CACHED_PREFIX.value, (3,))
     pages = ceil_div(cached + new, PAGE)
@@ -235,7 +238,7 @@ def check_flags(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[di
                 record["unknown"] = unknown[name]
                 print(f"{case.name:<32}{name:<24}not known to this XLA: {unknown[name]}", flush=True)
             else:
-                _, sent = time_step(programs[name], params, make_cache(), case.batch, _REPEATS.value)
+                _, sent, _ = time_step(programs[name], params, make_cache(), case.batch, _REPEATS.value)
                 record |= {"equal": equal[name], "milliseconds": sent * 1e3}
                 same = "same bits" if equal[name] else "DIFFERENT"
                 print(f"{case.name:<32}{name:<24}{sent * 1e3:>10.2f} ms  {same}", flush=True)
