@@ -29,7 +29,8 @@ from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling import request_rows
 from dsv4jax.steps import decode_step, prefill_step, set_allowed_tokens, start_request
-from sharding import SINGLE, Layout
+from sharding import SINGLE, ExpertPlacement, Layout
+from sharding.placement import initial_owners, placement_from_owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +122,7 @@ class Programs:
         tables: EngramTables | None = None,
         token_map: np.ndarray | None = None,
         params: Params | None = None,
+        expert_slots: int | None = None,
         progress: bool = True,
     ):
         """Compiles.
@@ -130,30 +132,34 @@ class Programs:
           layout: devices, and how they share the work.
           tables, token_map: Engram tables on the host, and `params["engram_token_map"]` for them.
           params: parameters whose shapes to compile for; None for those of a checkpoint, packed if `numerics` want it.
+          expert_slots: of each rank, for the experts of a backbone layer; the steps then take an `ExpertPlacement`.
+            None for experts that stay where they are.
         """
         self.cfg, self.cache_cfg, self.buckets, self.numerics = cfg, cache_cfg, buckets, numerics
         self.layout, self.tables, self._token_map = layout, tables, token_map
         if params is None:
-            params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None)
+            params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None, expert_slots=expert_slots)
         empty_cache = functools.partial(init_cache, cfg, cache_cfg, numerics, layout)
         cache = _shapes(jax.eval_shape(empty_cache), layout)
         self._nothing = {b: self.with_rows(prefill_batch(cfg, cache_cfg, [], b)) for b in buckets.prefill}
         self._nothing |= {b: self.with_rows(decode_batch(cfg, cache_cfg, [], b)) for b in buckets.decode}
-        static = {"cfg": cfg, "numerics": numerics, "layout": layout}
+        static: dict[str, Any] = {"cfg": cfg, "numerics": numerics, "layout": layout}
+        if expert_slots is not None:
+            static["placement"] = _placement_shapes(cfg, layout, expert_slots)
         jobs: dict[Any, Callable[[], Any]] = {
-            "cache": functools.partial(_compile, jax.jit(empty_cache, out_shardings=layout.by_rank))
+            "cache": functools.partial(_lower, jax.jit(empty_cache, out_shardings=layout.by_rank))
         }
         for bucket, batch in self._nothing.items():
             step = prefill_step if isinstance(bucket, PrefillBucket) else decode_step
             batches = _shapes(concatenate_batches([batch] * layout.ranks), layout)
-            jobs[bucket] = functools.partial(step.lower, params, cache, batches, **static)
+            jobs[bucket] = functools.partial(_lower, step, params, cache, batches, **static)
         row = np.int32(0), *request_rows(np.zeros(1, np.int32), (), {}, cfg.vocab_size), np.int32(1)
         start = _shapes(self.start_rows([row] * layout.ranks), layout)
-        jobs["start"] = functools.partial(start_request.lower, cache, *start, layout=layout)
+        jobs["start"] = functools.partial(_lower, start_request, cache, *start, layout=layout)
         words = ceil_div(cfg.vocab_size, 32)
         for n in buckets.masks:
             rows = np.zeros(layout.ranks * n, np.int32), np.zeros((layout.ranks * n, words), np.uint32)
-            jobs[n] = functools.partial(set_allowed_tokens.lower, cache, *_shapes(rows, layout), layout=layout)
+            jobs[n] = functools.partial(_lower, set_allowed_tokens, cache, *_shapes(rows, layout), layout=layout)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             # Lowered one after the other: kernels carry numbers in the order of their lowering, and a persistent
             # cache finds a program again only if these are the same.
@@ -163,8 +169,8 @@ class Programs:
         analyses = [program.memory_analysis() for program in self._compiled.values()]
         self.workspace_bytes = max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
-    def step(self, bucket: PrefillBucket | DecodeBucket) -> Callable[[Params, Cache, StepBatch], tuple[Cache, Any]]:
-        """The program of a bucket."""
+    def step(self, bucket: PrefillBucket | DecodeBucket) -> Callable[..., tuple[Cache, Any]]:
+        """The program of a bucket: of (params, cache, batch), with `expert_slots` also of the keyword `placement`."""
         return self._compiled[bucket]
 
     def nothing(self, bucket: PrefillBucket | DecodeBucket) -> StepBatch:
@@ -192,6 +198,20 @@ class Programs:
     def with_rows(self, batch: StepBatch) -> StepBatch:
         """A rank's batch with its Engram rows, if the tables are on the host."""
         return batch if self.tables is None else with_engram_rows(self.cfg, batch, self._token_map, self.tables)
+
+
+def _lower(function: Any, *args: Any, **static: Any) -> Any:
+    return function.lower(*args, **static)
+
+
+def _placement_shapes(cfg: ModelConfig, layout: Layout, expert_slots: int) -> ExpertPlacement:
+    owners = initial_owners(1, cfg.n_routed_experts, layout.ranks, expert_slots)
+    one = placement_from_owners(owners, cfg.n_routed_experts, layout.ranks)
+
+    def of_all_layers(a: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((cfg.num_hidden_layers, *a.shape[1:]), a.dtype, sharding=layout.on_all)
+
+    return jax.tree.map(of_all_layers, one)
 
 
 def _shapes(arrays: Any, layout: Layout) -> Any:
