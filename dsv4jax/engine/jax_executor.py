@@ -114,7 +114,7 @@ class JaxExecutor:
         self._balancer = balancer
         self._placement = None if balancer is None else jax.device_put(balancer.placement, programs.layout.on_all)
         self.balance: BalanceStats | None = None
-        self._balance_due = 0
+        self._steps = 0
         self._usable_ids = programs.cfg.vocab_size if usable_ids is None else usable_ids
         self._strict = strict
         self._tokens_on_host = programs.tables is not None
@@ -173,7 +173,7 @@ class JaxExecutor:
             raise ValueError(f"a plan for {len(plan.ranks)} ranks: the programs are for {self._ranks}")
         compiled = self.compilations.count
         if self._balancer is not None:
-            self._balance(plan.number)
+            self._balance()
         at = time.monotonic()
         for starts in itertools.zip_longest(*(rank.starts for rank in plan.ranks)):
             self._start(starts)
@@ -195,19 +195,20 @@ class JaxExecutor:
         self._free_since = end
         return StepResult(step.plan.number, results, seconds, gap)
 
-    def _balance(self, step: int) -> None:
+    def _balance(self) -> None:
         """Goes on with rearranging experts.
 
         What fails there is no matter of the step's; but of several processes all must do the same.
         """
+        self._steps += 1
+        if self._steps % _BALANCE_EVERY == 0:
+            self.balance = _balance_stats(self._balancer.metrics())
         try:
             self._params, self._placement = self._balancer.advance(self._params, self._placement)
         except Exception:
             if self._programs.layout.spans_processes:
                 raise
             _log.exception("the experts stay where they are: a rearrangement failed")
-        if step >= self._balance_due:
-            self.balance, self._balance_due = _balance_stats(self._balancer.metrics()), step + _BALANCE_EVERY
 
     def _result(self, step: _Dispatched, rank: int) -> RankResult:
         plan, sampling = step.plan.ranks[rank], self._sampling[rank]
