@@ -155,13 +155,14 @@ def run_cases(
     return records
 
 
-def cached_prefix(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[dict]:
+def cached_prefix(
+    params: Params, cfg: ModelConfig, numerics: Numerics, new: int, cached: int, chunk: int
+) -> list[dict]:
     """Prefill behind a cached prefix: seconds of all chunks, for each of three improvements alone and together.
 
     The decoder half on the end of the prompt only; Engram tables on the device instead of host memory; `topk` instead
     of XLA's sort, which makes no difference without kernels.
     """
-    new, cached, chunk = numbers_of("cached_prefix", _CACHED_PREFIX.value, (3,))
     pages = ceil_div(cached + new, PAGE)
     cache_cfg = CacheConfig(slots=1, pages=pages, page_size=PAGE)
     chunks = prefill_chunks(cfg, new, cached, chunk)
@@ -223,7 +224,8 @@ def check_flags(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[di
     """
     records = []
     for case in (decode_case(cfg, 8, 2, 2048), prefill_case(cfg, 512, 1024, "bounded")):
-        lowered = case.lower(params, cfg, numerics)
+        with emulation.emulated_rank(_RANKS.value):
+            lowered = case.lower(params, cfg, numerics)
         programs, unknown = {}, {}
         for name, options in VARIANTS.items():
             try:
@@ -279,7 +281,10 @@ def measure(cfg: ModelConfig) -> dict:
     )
     decode = [numbers_of("decode", text, (3,)) for text in _DECODE.value]
     prefill = [numbers_of("prefill", text, (1, 2)) for text in _PREFILL.value]
+    prefix = numbers_of("cached_prefix", _CACHED_PREFIX.value, (3,)) if _CACHED_PREFIX.value else None
     ranks = _RANKS.value
+    if _COMPARE.value and ranks > 1:
+        raise app.UsageError(f"--compare with --ranks={ranks}: an emulated rank computes another model")
     begin = time.perf_counter()
     params = jax.block_until_ready(random_params(cfg, numerics, ranks))
     seconds = time.perf_counter() - begin
@@ -316,8 +321,8 @@ def measure(cfg: ModelConfig) -> dict:
         for replay in _REPLAY.value
     ]
     report["steps"] = run_cases(cases, params, cfg, numerics, report["ceilings"])
-    if _CACHED_PREFIX.value:
-        report["cached_prefix"] = cached_prefix(params, cfg, numerics)
+    if prefix:
+        report["cached_prefix"] = cached_prefix(params, cfg, numerics, *prefix)
     return report
 
 

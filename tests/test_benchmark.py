@@ -389,9 +389,11 @@ def test_the_script_runs_all_chunks_behind_a_prefix_with_each_improvement_alone_
         ("--decode=16x6", "--decode=16x6: must be NxNxN, whole numbers of at least 1"),
         ("--decode=1x0x5", "--decode=1x0x5: must be NxNxN"),
         ("--prefill=8k", "--prefill=8k: must be N or NxN"),
+        ("--cached_prefix=100x64", "--cached_prefix=100x64: must be NxNxN"),
+        ("--compare --ranks=2", "--compare with --ranks=2: an emulated rank computes another model"),
         ("--implementation=pallas", 'implementation = "pallas": the device is cpu'),
     ],
 )
 def test_the_script_refuses_by_name_what_it_cannot_run(script, argument, message):
     with pytest.raises(Exception, match=re.escape(message)):
-        script("--prefill=", "--decode=", argument)
+        script("--prefill=", "--decode=", *argument.split())
