@@ -71,10 +71,19 @@ def _check_layer(name: str, layer: dict[str, Any]) -> None:
 
 
 def param_shapes(
-    cfg: ModelConfig, numerics: Numerics, layout: Layout = SINGLE, *, tables_on_device: bool = True
+    cfg: ModelConfig,
+    numerics: Numerics,
+    layout: Layout = SINGLE,
+    *,
+    tables_on_device: bool = True,
+    expert_slots: int | None = None,
 ) -> Params:
     """Shape, type and, over several devices, sharding of the parameters that the steps take: as `load_params` returns
     them, or `pack_params` of these for `numerics.implementation` "pallas".
+
+    Args:
+      expert_slots: of each device, for the experts of a backbone layer, see `balance.spread_params`; None for as many
+        as the experts need.
 
     Raises:
       ValueError: "pallas", and the experts are not FP4 or have sizes that cannot be packed.
@@ -86,6 +95,13 @@ def param_shapes(
         for name, spec in named_leaves(abstract)
     ]
     shapes = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    if expert_slots is not None:
+        slots = layout.devices * expert_slots
+        for layer in shapes["layers"].values():
+            layer["ffn"]["experts"] = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct((slots, *a.shape[1:]), a.dtype, sharding=a.sharding),
+                layer["ffn"]["experts"],
+            )
     if numerics.implementation != "pallas":
         return shapes
     if not cfg.quantized:

@@ -123,7 +123,9 @@ def run_cases(
     records = []
     for case, program, profiling in zip(cases, programs, profiled, strict=True):
         cache = random_cache(cfg, case.cache_cfg, numerics)
-        waited, sent = time_step(program, params, cache, case.batch, _REPEATS.value)
+        waited, sent, output = time_step(program, params, cache, case.batch, _REPEATS.value)
+        # Each rank's experts stand for those of all ranks.
+        load = np.asarray(output.expert_load).reshape(cfg.num_hidden_layers, _RANKS.value, -1).sum(1)
         costs = step_costs(cfg, case.shape)
         floor = sum(cost.floor(limits) for cost in costs.values()) / 1e3
         record = {
@@ -132,10 +134,11 @@ def run_cases(
             "milliseconds_waited_for": waited * 1e3,
             "tokens_per_second": case.shape.tokens / sent,
             "floor_milliseconds": floor,
+            "experts_in_use": float((load > 0).sum(1).mean()),
         }
         print(
             f"{case.name:<36}{sent * 1e3:>10.2f} ms{waited * 1e3:>10.2f} waited for{floor:>10.2f} floor"
-            f"{case.shape.tokens / sent:>12.0f} tokens/s",
+            f"{case.shape.tokens / sent:>12.0f} tokens/s, {record['experts_in_use']:.1f} of {load.shape[1]} experts",
             flush=True,
         )
         if profiling is not None:
@@ -152,13 +155,14 @@ def run_cases(
     return records
 
 
-def cached_prefix(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[dict]:
+def cached_prefix(
+    params: Params, cfg: ModelConfig, numerics: Numerics, new: int, cached: int, chunk: int
+) -> list[dict]:
     """Prefill behind a cached prefix: seconds of all chunks, for each of three improvements alone and together.
 
     The decoder half on the end of the prompt only; Engram tables on the device instead of host memory; `topk` instead
-    of XLA's sort.
+    of XLA's sort, which makes no difference without kernels.
     """
-    new, cached, chunk = numbers_of("cached_prefix", _CACHED_PREFIX.value, (3,))
     pages = ceil_div(cached + new, PAGE)
     cache_cfg = CacheConfig(slots=1, pages=pages, page_size=PAGE)
     chunks = prefill_chunks(cfg, new, cached, chunk)
@@ -220,7 +224,8 @@ def check_flags(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[di
     """
     records = []
     for case in (decode_case(cfg, 8, 2, 2048), prefill_case(cfg, 512, 1024, "bounded")):
-        lowered = case.lower(params, cfg, numerics)
+        with emulation.emulated_rank(_RANKS.value):
+            lowered = case.lower(params, cfg, numerics)
         programs, unknown = {}, {}
         for name, options in VARIANTS.items():
             try:
@@ -235,7 +240,7 @@ def check_flags(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[di
                 record["unknown"] = unknown[name]
                 print(f"{case.name:<32}{name:<24}not known to this XLA: {unknown[name]}", flush=True)
             else:
-                _, sent = time_step(programs[name], params, make_cache(), case.batch, _REPEATS.value)
+                _, sent, _ = time_step(programs[name], params, make_cache(), case.batch, _REPEATS.value)
                 record |= {"equal": equal[name], "milliseconds": sent * 1e3}
                 same = "same bits" if equal[name] else "DIFFERENT"
                 print(f"{case.name:<32}{name:<24}{sent * 1e3:>10.2f} ms  {same}", flush=True)
@@ -276,7 +281,10 @@ def measure(cfg: ModelConfig) -> dict:
     )
     decode = [numbers_of("decode", text, (3,)) for text in _DECODE.value]
     prefill = [numbers_of("prefill", text, (1, 2)) for text in _PREFILL.value]
+    prefix = numbers_of("cached_prefix", _CACHED_PREFIX.value, (3,)) if _CACHED_PREFIX.value else None
     ranks = _RANKS.value
+    if _COMPARE.value and ranks > 1:
+        raise app.UsageError(f"--compare with --ranks={ranks}: an emulated rank computes another model")
     begin = time.perf_counter()
     params = jax.block_until_ready(random_params(cfg, numerics, ranks))
     seconds = time.perf_counter() - begin
@@ -313,8 +321,8 @@ def measure(cfg: ModelConfig) -> dict:
         for replay in _REPLAY.value
     ]
     report["steps"] = run_cases(cases, params, cfg, numerics, report["ceilings"])
-    if _CACHED_PREFIX.value:
-        report["cached_prefix"] = cached_prefix(params, cfg, numerics)
+    if prefix:
+        report["cached_prefix"] = cached_prefix(params, cfg, numerics, *prefix)
     return report
 
 

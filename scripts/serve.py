@@ -25,6 +25,8 @@ from absl import app, flags, logging
 from fastapi import FastAPI
 
 import dsv4jax
+from dsv4jax.balance.balancer import BalanceConfig, ExpertBalancer, spread_params
+from dsv4jax.balance.solver import Solver
 from dsv4jax.cache import CacheConfig
 from dsv4jax.checkpoint.engram_tables import HostEngramTables
 from dsv4jax.checkpoint.load import compressed_ids, load_params
@@ -55,6 +57,7 @@ from dsv4jax.server.metrics import PrometheusObserver
 from dsv4jax.server.run import listening, loading, serve
 from dsv4jax.tokenizer import Tokenizer
 from sharding import decode_dep, single
+from sharding.placement import initial_owners
 
 _MODEL = flags.DEFINE_string("model", None, "Checkpoint directory. Default: the small embedded model (random weights).")
 _SERVED_NAMES = flags.DEFINE_multi_string("served_model_name", [], "Names in the API; default: the directory's name.")
@@ -65,6 +68,15 @@ _MAX_MODEL_LEN = flags.DEFINE_integer(
 _RANKS = flags.DEFINE_integer(
     "ranks", 1, "Data-parallel ranks, one per device, among which experts are spread. Sizes are those of each rank.", 1
 )
+_EXPERT_SLOTS = flags.DEFINE_integer(
+    "expert_slots",
+    None,
+    "Experts of a layer that each rank has room for. With more than it needs, the busiest have replicas; all are"
+    " rearranged by their load while serving. Default: no more than needed, and nothing is rearranged.",
+    1,
+)
+_BALANCE_WINDOW = flags.DEFINE_integer("balance_window", 1000, "Steps whose loads a rearrangement is made for.", 1)
+_BALANCE_INTERVAL = flags.DEFINE_integer("balance_interval", 3000, "Steps from one rearrangement to the next.", 1)
 _SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time on a rank.", 1)
 _PAGES = flags.DEFINE_integer(
     "pages", None, "Pages of the cache of a rank. Default: what memory holds, at most twice all slots."
@@ -163,8 +175,9 @@ def _numerics(cfg: ModelConfig) -> Numerics:
 
 # What must be the same in all processes of an engine, besides what follows from the checkpoint.
 _SAME = (
-    _RANKS, _MAX_MODEL_LEN, _SLOTS, _PAGES, _PAGE_SIZE, _CONTEXTS, _PREFILL_TOKENS, _PREFILL_REQUESTS, _DECODE_REQUESTS,
-    _NUMERICS, _IMPLEMENTATION, _REPLAY, _DETERMINISTIC, _ENGRAM, _STRICT,
+    _RANKS, _EXPERT_SLOTS, _BALANCE_WINDOW, _BALANCE_INTERVAL, _MAX_MODEL_LEN, _SLOTS, _PAGES, _PAGE_SIZE, _CONTEXTS,
+    _PREFILL_TOKENS, _PREFILL_REQUESTS, _DECODE_REQUESTS, _DRAFTS, _NUMERICS, _IMPLEMENTATION, _REPLAY, _DETERMINISTIC,
+    _ENGRAM, _STRICT,
 )  # fmt: skip
 
 
@@ -189,6 +202,24 @@ def _channel_config(model: Path, cfg: ModelConfig) -> ChannelConfig | None:
     same |= {name: _digest(*content) for name, content in (("config", [f"{cfg}".encode()]), ("checkpoint", files))}
     same |= {f"--{flag.name}": str(flag.value) for flag in _SAME}
     return ChannelConfig(host.strip("[]"), int(port), _PROCESSES.value, _PROCESS.value, token, same)
+
+
+def _balancer(cfg: ModelConfig, ranks: int) -> ExpertBalancer | None:
+    if _EXPERT_SLOTS.value is None:
+        return None
+    try:
+        owners = initial_owners(cfg.num_hidden_layers, cfg.n_routed_experts, ranks, _EXPERT_SLOTS.value)
+    except ValueError as error:
+        raise ValueError(f"--expert_slots={_EXPERT_SLOTS.value}: {error}") from None
+    window = _BALANCE_WINDOW.value
+    return ExpertBalancer(
+        BalanceConfig(window, interval=_BALANCE_INTERVAL.value, vectors=min(250, window)),
+        Solver(ranks, _PROCESSES.value),
+        owners,
+        stack="layers",
+        experts=cfg.n_routed_experts,
+        experts_per_token=cfg.num_experts_per_tok,
+    )
 
 
 def _digest(*content: bytes) -> str:
@@ -251,7 +282,8 @@ def _engine(
             raise ValueError(f"--ranks={ranks}: all processes together have {jax.device_count()} devices")
     layout = single() if ranks == 1 else decode_dep(ranks)
 
-    options = {"tables_on_device": on_device, "fraction": _MEMORY_FRACTION.value}
+    balancer, expert_slots = _balancer(cfg, ranks), _EXPERT_SLOTS.value
+    options = {"tables_on_device": on_device, "expert_slots": expert_slots, "fraction": _MEMORY_FRACTION.value}
     full = _SLOTS.value * ceil_div(length, _PAGE_SIZE.value)
     pages = _PAGES.value
     one = CacheConfig(
@@ -308,7 +340,7 @@ def _engine(
 
     tables = None if on_device else HostEngramTables(model, cfg)
     token_map = None if on_device else compressed_ids(tokenizer, cfg)
-    programs = Programs(cfg, cache_cfg, buckets, numerics, layout, tables, token_map)
+    programs = Programs(cfg, cache_cfg, buckets, numerics, layout, tables, token_map, expert_slots=expert_slots)
     plan = memory_plan(cfg, cache_cfg, numerics, layout, workspace=programs.workspace_bytes, **options)
     sizes = f"{_SLOTS.value} slots and {pages} pages of {_PAGE_SIZE.value} tokens"
     print(f"memory plan, {f'each of {ranks} ranks with ' * (ranks > 1)}{sizes}:\n{plan.table()}")
@@ -317,8 +349,10 @@ def _engine(
     params = load_params(model, cfg, layout, tables_on_device=on_device)
     if numerics.implementation == "pallas":
         params = pack_params(params, layout)
+    if balancer is not None:
+        params = spread_params(params, balancer.owners)
     usable = min(tokenizer.vocab_size, cfg.vocab_size)
-    executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value)
+    executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value, balancer=balancer)
     executor.warm_up()
     if drafts and not deterministic and not layout.spans_processes:
         executor.measure_costs()
@@ -344,6 +378,7 @@ def _engine(
         max_model_len=length,
         vocab_size=cfg.vocab_size,
         compilations=lambda: executor.compilations.count,
+        balance=lambda: executor.balance,
     )
     engine.start()
     asyncio.run(engine.warm_up())

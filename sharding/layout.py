@@ -56,6 +56,11 @@ class Layout:
         return None if self.mesh is None else NamedSharding(self.mesh, self._by_rank)
 
     @property
+    def on_all(self) -> NamedSharding | None:
+        """Sharding of arrays that every device holds as a whole; None on one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    @property
     def _by_rank(self) -> PartitionSpec:
         return PartitionSpec(RANK_AXIS) if self.data_parallel else PartitionSpec()
 

@@ -32,6 +32,7 @@ class ThreeRanks:
     """What programs and executor need of a layout."""
 
     ranks: int = RANKS
+    local_ranks: range = range(RANKS)
     mesh: str = "one"
     by_rank: None = None
 
@@ -63,7 +64,7 @@ class Fakes:
         self.scheduler: Scheduler | None = None
         self.engram_rows_checked = 0
 
-    def compile(self, function, *_, **__):
+    def lower(self, function, *_, **__):
         names = {prefill_step: "prefill", decode_step: "decode", start_request: "start", set_allowed_tokens: "masks"}
         kind = names.get(function)
         if kind is None:
@@ -111,6 +112,9 @@ class Fake:
     def __call__(self, *arguments):
         return self.run(*arguments)
 
+    def compile(self):
+        return self
+
     def memory_analysis(self):
         return None
 
@@ -118,7 +122,7 @@ class Fake:
 @pytest.fixture
 def fakes(monkeypatch):
     fakes = Fakes()
-    monkeypatch.setattr(module, "_compile", fakes.compile)
+    monkeypatch.setattr(module, "_lower", fakes.lower)
     monkeypatch.setattr(module, "init_cache", lambda *_: jnp.zeros(1))
     return fakes
 

@@ -25,7 +25,7 @@ from dsv4jax.balance.metrics import BalanceMetrics, balancedness
 from dsv4jax.balance.record import LoadRecord, clear_record, empty_record, record_load, recorded_loads, set_owners
 from dsv4jax.balance.solver import Solver
 from dsv4jax.params import Params
-from sharding.move import copy_arrays, copy_slots, put_like
+from sharding.move import copy_arrays, copy_slots, put_like, spread_experts
 from sharding.placement import ExpertPlacement, check_owners, placement_from_owners
 
 StepKind = Literal["prefill", "decode"]
@@ -254,6 +254,22 @@ class ExpertBalancer:
         layers = params[self.stack]
         changed = {**layers[layer], "ffn": {**layers[layer]["ffn"], "experts": stacks}}
         return {**params, self.stack: {**layers, layer: changed}}
+
+
+def spread_params(params: Params, owners: Int[np.ndarray, "layers slots"]) -> Params:
+    """The parameters with the expert `owners[l, p]` in slot p of backbone layer l, from ones with expert e in slot e.
+
+    Layers are done one after the other and the stacks given consumed, so that a device holds at most one layer's
+    experts twice.
+    """
+    layers = dict(params["layers"])
+    for i, layer in layers.items():
+        stacks = layer["ffn"]["experts"]
+        spread = jax.block_until_ready(spread_experts(stacks, owners[i]))
+        for array in jax.tree.leaves(stacks):
+            array.delete()
+        layers[i] = {**layer, "ffn": {**layer["ffn"], "experts": spread}}
+    return {**params, "layers": layers}
 
 
 @jax.jit

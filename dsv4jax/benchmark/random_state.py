@@ -41,6 +41,8 @@ def random_params(cfg: ModelConfig, numerics: Numerics, ranks: int = 1) -> Param
         exponent = 127 + round(math.log2(inputs**-0.5 / (3 if experts else 64)))
         one = "norm" in name or name.endswith(("q_weight", "k_weight"))
         mean, deviation = (1, 0.2) if one else (0, inputs**-0.5)
+        if name.endswith(("gate.bias", "gate.bias_vl")):
+            deviation = 0  # Even routing.
         leaves.append(_draw(jax.random.key(i, impl="rbg"), shape, spec.stored, spec.dtype, exponent, mean, deviation))
     params = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     return pack_params(params) if numerics.implementation == "pallas" else params

@@ -30,7 +30,7 @@ from dsv4jax.numerics import Numerics
 from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling_settings import RequestSampling
-from dsv4jax.steps import decode_step, prefill_step
+from dsv4jax.steps import StepOutput, decode_step, prefill_step
 
 PAGE = 64
 TILE = 64
@@ -103,8 +103,11 @@ def compile_all(lowered: Sequence[jax.stages.Lowered], options: Mapping[str, Any
         return list(pool.map(lambda one: one.compile(compiler_options=dict(options) if options else None), lowered))
 
 
-def time_step(program: Any, params: Params, cache: Cache, batch: StepBatch, repeats: int) -> tuple[float, float]:
-    """Seconds of a step: median of calls that are waited for, and average of calls sent one after the other."""
+def time_step(
+    program: Any, params: Params, cache: Cache, batch: StepBatch, repeats: int
+) -> tuple[float, float, StepOutput]:
+    """Seconds of a step: median of calls that are waited for, and average of calls sent one after the other; and the
+    last output."""
     batch = jax.device_put(batch)
     cache, output = program(params, cache, batch)
     jax.block_until_ready(output.tokens)
@@ -118,11 +121,15 @@ def time_step(program: Any, params: Params, cache: Cache, batch: StepBatch, repe
     for _ in range(repeats):
         cache, output = program(params, cache, batch)
     jax.block_until_ready(output.tokens)
-    return statistics.median(times), (time.perf_counter() - begin) / repeats
+    return statistics.median(times), (time.perf_counter() - begin) / repeats, output
 
 
 def profile_step(program: Any, params: Params, cache: Cache, batch: StepBatch, steps: int = 3) -> Profile:
-    """Time per stage, averaged over some steps; the program is one without command buffers."""
+    """Time per stage, averaged over some steps; the program is one without command buffers.
+
+    Raises:
+      RuntimeError: the runs of the step cannot be told apart in the trace.
+    """
     batch, text = jax.device_put(batch), program.as_text()
     cache, output = program(params, cache, batch)
     jax.block_until_ready((cache, output))
@@ -132,6 +139,10 @@ def profile_step(program: Any, params: Params, cache: Cache, batch: StepBatch, s
                 cache, output = program(params, cache, batch)
                 jax.block_until_ready((cache, output))
         runs = read_trace(directory, text.split(",", 1)[0].removeprefix("HloModule "))
+    if len(runs) != steps:
+        raise RuntimeError(
+            f"the trace shows {len(runs)} runs of the step, not {steps}: its first kernel is launched often"
+        )
     return profile(runs, operation_scopes(text))
 
 

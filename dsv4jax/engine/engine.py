@@ -11,7 +11,7 @@ import numpy as np
 
 from dsv4jax.engine.draft_totals import DraftTotals
 from dsv4jax.engine.plan import Executor, StepPlan
-from dsv4jax.engine.records import EngineStats, Observer, RankStats, RequestRecord, StepRecord
+from dsv4jax.engine.records import BalanceStats, EngineStats, Observer, RankStats, RequestRecord, StepRecord
 from dsv4jax.engine.request import FinishReason, GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.sequence import Sequence
@@ -90,7 +90,7 @@ class Engine:
         ended, self._untold = self._untold, []
         return list(dict.fromkeys([*news, *ended]))
 
-    def stats(self, compilations: int = 0) -> EngineStats:
+    def stats(self, compilations: int = 0, balance: BalanceStats | None = None) -> EngineStats:
         """The engine now."""
         scheduler = self.scheduler
         ranks = tuple(
@@ -129,6 +129,7 @@ class Engine:
             ),
             compilations=compilations,
             ranks=ranks,
+            balance=balance,
         )
 
     def _step(self) -> list[Sequence]:

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from dsv4jax.balance.balancer import ExpertBalancer
+from dsv4jax.balance.metrics import BalanceMetrics
 from dsv4jax.batch import (
     DecodeBucket,
     DecodeTokens,
@@ -33,6 +36,7 @@ from dsv4jax.engine.plan import (
     StepResult,
 )
 from dsv4jax.engine.programs import Bucket, DraftBucket, Programs
+from dsv4jax.engine.records import BalanceStats
 from dsv4jax.engine.request import PromptLogprobs
 from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
@@ -41,6 +45,8 @@ from dsv4jax.sampling_settings import RequestSampling
 from dsv4jax.speculation import DraftOutput, SpeculativeOutput
 from dsv4jax.steps import StepOutput
 
+_log = logging.getLogger(__name__)
+_BALANCE_EVERY = 100  # steps between two looks at how even the load is, each of which waits for the device
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _TIMED_STEPS = 5
 _GREEDY = RequestSampling(temperature=0.0, seed=0)
@@ -97,10 +103,24 @@ class JaxExecutor:
       params: on the devices of `programs.layout`.
       usable_ids: token ids from here on are never chosen (a vocabulary padded beyond the tokenizer).
       strict: a step during which anything was compiled fails; for tests of the promise that nothing is.
+      balancer: rearranges the experts of the backbone layers while steps run; `params` have them where it says. None if
+        the programs have no `expert_slots`.
     """
 
-    def __init__(self, params: Params, programs: Programs, *, usable_ids: int | None = None, strict: bool = False):
+    def __init__(
+        self,
+        params: Params,
+        programs: Programs,
+        *,
+        usable_ids: int | None = None,
+        strict: bool = False,
+        balancer: ExpertBalancer | None = None,
+    ):
         self._params, self._programs = params, programs
+        self._balancer = balancer
+        self._placement = None if balancer is None else jax.device_put(balancer.placement, programs.layout.on_all)
+        self.balance: BalanceStats | None = None
+        self._steps = 0
         self._usable_ids = programs.cfg.vocab_size if usable_ids is None else usable_ids
         self._strict = strict
         self._tokens_on_host = programs.tables is not None
@@ -141,6 +161,9 @@ class JaxExecutor:
         self._start([SlotStart(0, np.zeros(1, np.int32), 0, _GREEDY, {})] * self._ranks)
         for rows in programs.buckets.masks:
             self._set_masks([(SlotMask(0, None),) * rows] * self._ranks)
+        if self._balancer is not None:
+            self._balancer.warm_up(self._params, self._placement)
+            self.balance = _balance_stats(self._balancer.metrics())
         self.compilations.count = 0
         self._free_since = time.monotonic()
 
@@ -199,6 +222,8 @@ class JaxExecutor:
         if len(plan.ranks) != self._ranks:
             raise ValueError(f"a plan for {len(plan.ranks)} ranks: the programs are for {self._ranks}")
         compiled = self.compilations.count
+        if self._balancer is not None:
+            self._balance()
         at = time.monotonic()
         for starts in itertools.zip_longest(*(rank.starts for rank in plan.ranks)):
             self._start(starts)
@@ -221,6 +246,21 @@ class JaxExecutor:
         seconds = end - max(step.at, self._free_since)
         self._free_since = end
         return StepResult(step.plan.number, results, seconds, gap)
+
+    def _balance(self) -> None:
+        """Goes on with rearranging experts.
+
+        What fails there is no matter of the step's; but of several processes all must do the same.
+        """
+        self._steps += 1
+        if self._steps % _BALANCE_EVERY == 0:
+            self.balance = _balance_stats(self._balancer.metrics())
+        try:
+            self._params, self._placement = self._balancer.advance(self._params, self._placement)
+        except Exception:
+            if self._programs.layout.spans_processes:
+                raise
+            _log.exception("the experts stay where they are: a rearrangement failed")
 
     def _result(self, step: _Dispatched, rank: int) -> RankResult:
         plan, sampling = step.plan.ranks[rank], self._sampling[rank]
@@ -386,16 +426,32 @@ class JaxExecutor:
         programs = self._programs
         batch = batches[0] if len(batches) == 1 else concatenate_batches(batches)
         batch = programs.layout.put(batch)
-        self._cache, output = programs.step(bucket)(self._params, self._cache, batch)
-        if not isinstance(bucket, DraftBucket):
-            names = ("tokens", "logprobs", "counts", "verified")
-            for array in (getattr(output, name) for name in names if hasattr(output, name)):
-                array.copy_to_host_async()
+        options = {}
+        if self._balancer is not None and not isinstance(bucket, DraftBucket):
+            options["placement"] = self._placement
+        self._cache, output = programs.step(bucket)(self._params, self._cache, batch, **options)
+        if isinstance(bucket, DraftBucket):
+            return output
+        if self._balancer is not None:
+            self._balancer.record(output.expert_load, "prefill" if isinstance(bucket, PrefillBucket) else "decode")
+        names = ("tokens", "logprobs", "counts", "verified")
+        for array in (getattr(output, name) for name in names if hasattr(output, name)):
+            array.copy_to_host_async()
         return output
 
     @property
     def _lookback(self) -> int:
         return self._programs.cfg.engram_max_ngram_size - 1
+
+
+def _balance_stats(metrics: BalanceMetrics) -> BalanceStats:
+    return BalanceStats(
+        measured={kind: b.measured for kind, b in metrics.balancedness.items()},
+        uniform={kind: b.uniform for kind, b in metrics.balancedness.items()},
+        rearrangements=metrics.rearrangements,
+        experts_moved=metrics.experts_moved,
+        failures=metrics.failures,
+    )
 
 
 def _sampled(results: _Results, rank: int, sampling: list[RequestSampling]) -> Sampled:

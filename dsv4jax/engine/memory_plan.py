@@ -71,6 +71,7 @@ def memory_plan(
     layout: Layout = SINGLE,
     *,
     tables_on_device: bool = True,
+    expert_slots: int | None = None,
     workspace: int | None = None,
     fraction: float = 0.9,
 ) -> MemoryPlan:
@@ -79,7 +80,8 @@ def memory_plan(
     `cache_cfg` is that of one rank. Devices without memory of their own have equal shares of the host's.
     """
     everything, without_tables = (
-        _device_bytes(param_shapes(cfg, numerics, layout, tables_on_device=tables)) for tables in (True, False)
+        _device_bytes(param_shapes(cfg, numerics, layout, tables_on_device=tables, expert_slots=expert_slots))
+        for tables in (True, False)
     )
     cache = jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics))
     per_slot = (cache.windows, cache.open_groups, cache.draft_windows, cache.ngram_ids)

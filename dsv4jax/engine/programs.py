@@ -32,7 +32,8 @@ from dsv4jax.quant import ceil_div
 from dsv4jax.sampling import request_rows
 from dsv4jax.speculation import draft_step, speculative_step
 from dsv4jax.steps import decode_step, prefill_step, set_allowed_tokens, start_request
-from sharding import SINGLE, Layout
+from sharding import SINGLE, ExpertPlacement, Layout
+from sharding.placement import initial_owners, placement_from_owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +153,7 @@ class Programs:
         tables: EngramTables | None = None,
         token_map: np.ndarray | None = None,
         params: Params | None = None,
+        expert_slots: int | None = None,
         progress: bool = True,
     ):
         """Compiles.
@@ -161,29 +163,37 @@ class Programs:
           layout: devices, and how they share the work.
           tables, token_map: Engram tables on the host, and `params["engram_token_map"]` for them; not with drafts.
           params: parameters whose shapes to compile for; None for those of a checkpoint, packed if `numerics` want it.
+          expert_slots: of each rank, for the experts of a backbone layer; the steps of these then take an
+            `ExpertPlacement`.
+            None for experts that stay where they are.
         """
         self.cfg, self.cache_cfg, self.buckets, self.numerics = cfg, cache_cfg, buckets, numerics
         self.layout, self.tables, self._token_map = layout, tables, token_map
         if params is None:
-            params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None)
+            params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None, expert_slots=expert_slots)
         empty_cache = functools.partial(init_cache, cfg, cache_cfg, numerics, layout)
         cache = _shapes(jax.eval_shape(empty_cache), layout)
         self._nothing = {b: self.batch([], b) for b in buckets.steps}
         # Until they are measured, all totals cost the same: then every draft that may be accepted is verified.
         self._step_seconds = {b: np.ones(b.requests * b.tokens_per_request + 1, np.float32) for b in buckets.verify}
-        static = {"cfg": cfg, "numerics": numerics, "layout": layout}
-        jobs: dict[Any, Callable[[], Any]] = {"cache": jax.jit(empty_cache, out_shardings=layout.by_rank).lower}
+        static: dict[str, Any] = {"cfg": cfg, "numerics": numerics, "layout": layout}
+        placement = {} if expert_slots is None else {"placement": _placement_shapes(cfg, layout, expert_slots)}
+        jobs: dict[Any, Callable[[], Any]] = {
+            "cache": functools.partial(_lower, jax.jit(empty_cache, out_shardings=layout.by_rank))
+        }
         for bucket, batch in self._nothing.items():
             batches = _shapes(concatenate_batches([batch] * layout.ranks), layout)
-            costs = {"step_seconds": self._step_seconds[bucket]} if bucket in self._step_seconds else {}
-            jobs[bucket] = functools.partial(_step(bucket).lower, params, cache, batches, **costs, **static)
+            options = {} if isinstance(bucket, DraftBucket) else dict(placement)
+            if bucket in self._step_seconds:
+                options["step_seconds"] = self._step_seconds[bucket]
+            jobs[bucket] = functools.partial(_lower, _step(bucket), params, cache, batches, **options, **static)
         row = np.int32(0), *request_rows(np.zeros(1, np.int32), (), {}, cfg.vocab_size), np.int32(1)
         start = _shapes(self.start_rows([row] * layout.ranks), layout)
-        jobs["start"] = functools.partial(start_request.lower, cache, *start, layout=layout)
+        jobs["start"] = functools.partial(_lower, start_request, cache, *start, layout=layout)
         words = ceil_div(cfg.vocab_size, 32)
         for n in buckets.masks:
             rows = np.zeros(layout.ranks * n, np.int32), np.zeros((layout.ranks * n, words), np.uint32)
-            jobs[n] = functools.partial(set_allowed_tokens.lower, cache, *_shapes(rows, layout), layout=layout)
+            jobs[n] = functools.partial(_lower, set_allowed_tokens, cache, *_shapes(rows, layout), layout=layout)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             # Lowered one after the other: kernels carry numbers in the order of their lowering, and a persistent
             # cache finds a program again only if these are the same.
@@ -193,8 +203,8 @@ class Programs:
         analyses = [program.memory_analysis() for program in self._compiled.values()]
         self.workspace_bytes = max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
-    def step(self, bucket: Bucket) -> Callable[[Params, Cache, StepBatch | SpeculativeBatch], tuple[Cache, Any]]:
-        """The program of a bucket."""
+    def step(self, bucket: Bucket) -> Callable[..., tuple[Cache, Any]]:
+        """The program of a bucket: of (params, cache, batch), with `expert_slots` also of the keyword `placement`."""
         program = self._compiled[bucket]
         costs = self._step_seconds.get(bucket)
         return program if costs is None else functools.partial(program, step_seconds=costs)
@@ -250,6 +260,20 @@ def _step(bucket: Bucket) -> Any:
     if isinstance(bucket, DraftBucket):
         return draft_step
     return speculative_step if bucket.tokens_per_request > 1 else decode_step
+
+
+def _lower(function: Any, *args: Any, **static: Any) -> Any:
+    return function.lower(*args, **static)
+
+
+def _placement_shapes(cfg: ModelConfig, layout: Layout, expert_slots: int) -> ExpertPlacement:
+    owners = initial_owners(1, cfg.n_routed_experts, layout.ranks, expert_slots)
+    one = placement_from_owners(owners, cfg.n_routed_experts, layout.ranks)
+
+    def of_all_layers(a: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((cfg.num_hidden_layers, *a.shape[1:]), a.dtype, sharding=layout.on_all)
+
+    return jax.tree.map(of_all_layers, one)
 
 
 def _shapes(arrays: Any, layout: Layout) -> Any:

@@ -4,6 +4,7 @@ Times are seconds of the executor's clock.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -75,6 +76,20 @@ class RankStats:
 
 
 @dataclasses.dataclass(frozen=True)
+class BalanceStats:
+    """How even the load of the ranks' experts has been lately, and what was done about it."""
+
+    measured: Mapping[str, float]
+    """Per kind of step, "prefill" or "decode": mean load of the ranks / load of the busiest."""
+    uniform: Mapping[str, float]
+    """The same for uniform random routing of as many tokens: what chance alone leaves."""
+    rearrangements: int
+    experts_moved: int
+    """In the newest rearrangement."""
+    failures: int
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineStats:
     """The engine now, and totals since it started."""
 
@@ -103,6 +118,8 @@ class EngineStats:
     compilations: int
     """Programs compiled after warm-up."""
     ranks: tuple[RankStats, ...]
+    balance: BalanceStats | None = None
+    """None where experts stay where they are."""
 
 
 class Observer(Protocol):
