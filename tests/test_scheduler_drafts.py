@@ -91,12 +91,11 @@ def test_requests_without_drafts_run_in_the_same_program_as_those_with_them():
 
 
 def test_drafts_end_at_the_length_that_the_request_says():
-    engine, executor = make()
+    engine, executor = make(acceptance=0.0, depth=1)  # with one step in flight the host knows every position
     made = engine.submit(free([2, 3, 4], 40, drafts=4, draft_context=20))[0]
     drain(engine)
     assert made.generated == rollout(made.request, 0)
-    for speculation in speculations(executor):
-        assert (speculation.max_drafts[0] > 0) == (speculation.positions[0] < 20)
+    assert [(s.positions[0], s.max_drafts[0]) for s in speculations(executor)] == [(p, 4) for p in range(3, 20)]
     assert executor.plans[-1].ranks[0].decodes is not None
     assert engine.stats().drafts.withheld["context"] > 0
 
@@ -247,14 +246,15 @@ def test_in_deterministic_mode_the_program_does_not_depend_on_other_requests():
     assert len(speculations(executor)) == 8 and made.drafted == 0
 
 
-def test_pages_with_confirmed_tokens_are_found_by_the_next_request():
+@pytest.mark.parametrize(("tokens", "cached"), [(28, 30), (29, 34)])
+def test_pages_with_confirmed_tokens_are_found_by_the_next_request(tokens, cached):
+    """All but the newest token are in pages, of which a window of 6 runs again."""
     engine, _ = make(dataclasses.replace(DRAFTING, max_model_len=80), acceptance=0.5)
-    first = engine.submit(free(np.arange(2, 14), 29, "first"))[0]
+    first = engine.submit(free(np.arange(2, 14), tokens, "first"))[0]
     drain(engine)
     second = engine.submit(free(np.concatenate([np.arange(2, 14), first.generated, [5]]), 3, "second"))[0]
     drain(engine)
-    # All but the newest token are in pages: 40 of 41, of which a window of 6 runs again.
-    assert second.first_cached == 34
+    assert second.first_cached == cached
     assert second.generated == rollout(second.request, 0)
 
 

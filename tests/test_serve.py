@@ -202,7 +202,7 @@ import serve
 class Compiling(Exception):
     pass
 
-def compiling(cfg, cache_cfg, *_):
+def compiling(cfg, cache_cfg, *_, **__):
     raise Compiling(cache_cfg.pages)
 
 def free_memory(_=None):
