@@ -267,7 +267,7 @@ def test_flags_that_contradict_each_other_are_refused_before_anything_is_compile
 
 def test_the_cache_takes_what_memory_holds_but_a_full_request_at_least():
     cfg = ModelConfig.from_checkpoint(Path(dsv4jax.__file__).parent / "default_model")
-    plan = memory_plan(cfg, CacheConfig(slots=8, pages=1, page_size=64), REFERENCE)
+    plan = memory_plan(cfg, CacheConfig(slots=8, pages=1, page_size=64, drafts="shared"), REFERENCE)
     spare = 1 << 30  # for the workspace, on the CPU
 
     def free(pages):
