@@ -354,7 +354,7 @@ def speculative_batch(
 
     Raises:
       ValueError: the cache is made without drafts, the bucket has more tokens per request than there can be, a request
-        wants more drafts than the bucket takes, or as `prefill_batch`.
+        wants more drafts than the bucket takes or a given token as well, or as `prefill_batch`.
     """
     width = bucket.tokens_per_request
     if cache_cfg.drafts is None:
