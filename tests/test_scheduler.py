@@ -129,7 +129,7 @@ CONFIGS = st.sampled_from(
 )
 
 
-@settings(max_examples=4000, deadline=None)
+@settings(max_examples=3000, deadline=None)
 @given(cfg=CONFIGS, depth=st.integers(1, 2), events=st.lists(EVENTS, min_size=5, max_size=40))
 def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, events):
     engine, executor = make(cfg, depth)
