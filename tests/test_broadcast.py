@@ -252,7 +252,8 @@ LEADER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from channels import channel_config
-from dsv4jax.engine.channel import LeaderChannel, Kind, end_process
+from dsv4jax.engine.channel import LeaderChannel, end_process
+from dsv4jax.engine.connection import Kind
 leader = LeaderChannel(channel_config(0, 3, int(sys.argv[2]), start_seconds=60.0), end_process)
 leader.wait_for_all(Kind.READY)
 print("ready", flush=True)

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from channels import TOKEN, Failures, channel_config, connected, free_port
 
-from dsv4jax.engine.channel import ChannelFailure, FollowerChannel, Kind, LeaderChannel
+from dsv4jax.engine.channel import ChannelFailure, FollowerChannel, LeaderChannel
+from dsv4jax.engine.connection import Kind
 from dsv4jax.engine.handshake import HandshakeError, Mismatch
 
 

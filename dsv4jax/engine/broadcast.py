@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from dsv4jax.engine.channel import FollowerChannel, Kind, LeaderChannel
+from dsv4jax.engine.channel import FollowerChannel, LeaderChannel
+from dsv4jax.engine.connection import Kind
 from dsv4jax.engine.plan import Executor, RankPlan, StepPlan, StepResult
 from dsv4jax.engine.plan_codec import PlanDecoder, PlanEncoder
 
