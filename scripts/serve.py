@@ -268,7 +268,12 @@ def _engine(
     params = load_params(model, cfg, layout, tables_on_device=on_device)
     usable = min(tokenizer.vocab_size, cfg.vocab_size)
     executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value)
-    executor.warm_up()
+    if channel is None:
+        executor.warm_up()
+    else:
+        channel.meet()
+        with channel.watch("the first run of all programs", channel.config.start_seconds):
+            executor.warm_up()
     if isinstance(channel, FollowerChannel):
         _leave_signals_to_process_0()
         follow(channel, executor)
@@ -276,7 +281,6 @@ def _engine(
     leading: Executor = executor
     if channel is not None:
         leading = BroadcastExecutor(executor, channel)
-        leading.wait_until_ready()
         stack.callback(leading.finish)
     scheduler = Scheduler(scheduler_cfg)
     cache_info = {

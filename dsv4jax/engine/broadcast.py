@@ -35,10 +35,6 @@ class BroadcastExecutor:
         self._failed = False  # in the last call
         self._in_flight = 0
 
-    def wait_until_ready(self) -> None:
-        """Blocks until all processes are in `follow`."""
-        self._channel.wait_for_all(Kind.READY)
-
     def now(self) -> float:
         """The inner executor's clock."""
         return self._inner.now()
@@ -87,7 +83,6 @@ def follow(channel: FollowerChannel, inner: Executor) -> None:
     """
     decoder = PlanDecoder()
     failed: str | None = None  # why the last call did
-    channel.send(Kind.READY)
     while True:
         kind, body = channel.receive()
         if kind is Kind.SHUTDOWN:

@@ -99,13 +99,14 @@ class _Channel:
         self._news = threading.Condition()  # for whoever waits for another process
         self._ended = threading.Event()  # nothing is sent any more
         self._closed = False  # and everybody knows
-        self._watched: tuple[str, float] | None = None
+        self._watched: tuple[str, float, float] | None = None
         threading.Thread(target=self._monitor, name="channel-monitor", daemon=True).start()
 
     @contextlib.contextmanager
-    def watch(self, what: str) -> Iterator[None]:
-        """Fails the channel if the body takes longer than `call_seconds`. For one thread, not nested."""
-        self._watched = what, time.monotonic() + self.config.call_seconds
+    def watch(self, what: str, seconds: float | None = None) -> Iterator[None]:
+        """Fails the channel if the body takes longer than `seconds` or `call_seconds`. For one thread, not nested."""
+        seconds = self.config.call_seconds if seconds is None else seconds
+        self._watched = what, seconds, time.monotonic() + seconds
         try:
             yield
         finally:
@@ -179,8 +180,8 @@ class _Channel:
             for connection in list(self._connections.values()):
                 connection.beat()
             watched = self._watched
-            if watched is not None and time.monotonic() > watched[1]:
-                self.fail(f"{watched[0]} has not ended within {self.config.call_seconds:g} s")
+            if watched is not None and time.monotonic() > watched[2]:
+                self.fail(f"{watched[0]} has not ended within {watched[1]:g} s")
             self._check()
 
     def _check(self) -> None:
@@ -226,6 +227,11 @@ class LeaderChannel(_Channel):
             except Exception as error:
                 self.close(f"process 0: {error}")
                 raise
+
+    def meet(self) -> None:
+        """Returns when every process has called this, however long that takes; raises ChannelFailure."""
+        self.wait_for_all(Kind.READY)
+        self.broadcast(Kind.START)
 
     def broadcast(self, kind: Kind, body: bytes = b"") -> None:
         """Sends to all.
@@ -344,8 +350,14 @@ class FollowerChannel(_Channel):
         super().__init__(config, on_failure)
         self._add(Connection(connection, 0, config.silence_seconds))
 
+    def meet(self) -> None:
+        """Returns when every process has called this, however long that takes; raises ChannelFailure."""
+        self.send(Kind.READY)
+        if (kind := self.receive()[0]) is not Kind.START:
+            raise self.fail(f"process 0 sent {kind.name} before START")
+
     def receive(self) -> tuple[Kind, bytes]:
-        """The next command of process 0: DISPATCH, WAIT, RESET or SHUTDOWN with its body; raises ChannelFailure."""
+        """What process 0 has sent next, with its body; raises ChannelFailure."""
         with self._news:
             while not self._closed and not self._commands:
                 self._news.wait()

@@ -20,12 +20,13 @@ class Kind(enum.IntEnum):
     WAIT = 2
     RESET = 3
     SHUTDOWN = 4
+    START = 5
     # To process 0.
-    READY = 5
-    RESET_DONE = 6
-    STEP_FAILED = 7
+    READY = 6
+    RESET_DONE = 7
+    STEP_FAILED = 8
     # Either way: the sender ends, for the reason that is the body.
-    END = 8
+    END = 9
 
 
 class Connection:
