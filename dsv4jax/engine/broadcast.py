@@ -89,9 +89,7 @@ def follow(channel: FollowerChannel, inner: Executor) -> None:
             return
         if kind is Kind.RESET:
             if bool(body[0]) != (failed is not None):
-                raise channel.fail(
-                    f"a step failed here only: {failed}" if failed else "a step failed on process 0 only"
-                )
+                raise channel.fail("a step failed on process 0 only" if failed is None else _only_here(failed))
             with channel.watch("a reset"):
                 inner.reset()
             failed = None
