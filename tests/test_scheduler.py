@@ -621,6 +621,7 @@ def test_engine_and_server_are_host_only():
     """They import neither JAX nor the model; only the executor of the steps does."""
     code = (
         "import sys, dsv4jax.engine.async_engine, dsv4jax.engine.recording, dsv4jax.engine.simulated\n"
+        "import dsv4jax.engine.broadcast\n"
         "import dsv4jax.server.app\n"
         "print([m for m in ('jax', 'flax', 'dsv4jax.model', 'dsv4jax.steps') if m in sys.modules])"
     )
