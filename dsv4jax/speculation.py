@@ -30,14 +30,14 @@ from dsv4jax.model.draft import block_hidden, block_layout
 from dsv4jax.model.transformer import Model, merge
 from dsv4jax.numerics import REFERENCE, Numerics
 from dsv4jax.sampling import commit_tokens, keep_next_tokens, record_tokens
+from dsv4jax.step_flags import STEP_OPTIONS
 from dsv4jax.verification import Method, draw_drafts, verify
 from sharding import SINGLE, ExpertPlacement, Layout
 
 _step = functools.partial(
     jax.jit,
     donate_argnames="cache",
-    # As the other steps are compiled: see `dsv4jax.steps`.
-    compiler_options={"xla_allow_excess_precision": False},
+    compiler_options=dict(STEP_OPTIONS),
 )
 
 

@@ -353,9 +353,14 @@ def _engine(
         params = spread_params(params, balancer.owners)
     usable = min(tokenizer.vocab_size, cfg.vocab_size)
     executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value, balancer=balancer)
-    executor.warm_up()
-    if drafts and not deterministic and not layout.spans_processes:
-        executor.measure_costs()
+    if channel is None:
+        executor.warm_up()
+        if drafts and not deterministic:
+            executor.measure_costs()
+    else:
+        channel.meet()
+        with channel.watch("the first run of all programs", channel.config.start_seconds):
+            executor.warm_up()
     if isinstance(channel, FollowerChannel):
         _leave_signals_to_process_0()
         follow(channel, executor)
@@ -363,7 +368,6 @@ def _engine(
     leading: Executor = executor
     if channel is not None:
         leading = BroadcastExecutor(executor, channel)
-        leading.wait_until_ready()
         stack.callback(leading.finish)
     scheduler = Scheduler(scheduler_cfg)
     cache_info = {

@@ -16,6 +16,7 @@ if __name__ == "__main__":
     port, process, processes = map(int, sys.argv[1:])
     channel = FollowerChannel(channel_config(process, processes, port, start_seconds=60.0), end_process)
     print("connected", flush=True)
+    channel.meet()
     follow(channel, CheckingExecutor(TWO_RANKS))
     print("shut down", flush=True)
     channel.close()

@@ -33,7 +33,6 @@ def group(inners, **options):
     with ThreadPoolExecutor(8) as pool, connected(len(inners), **options) as (leader, followers, failures):
         ends = [pool.submit(follow, *pair) for pair in zip(followers, inners[1:], strict=True)]
         executor = BroadcastExecutor(inners[0], leader)
-        executor.wait_until_ready()
         yield executor, ends, failures
         if leader.failure is None:
             shutting = threading.Thread(target=leader.shutdown)
@@ -207,7 +206,7 @@ def processes(count):
     try:
         leader = LeaderChannel(channel_config(0, count, port, start_seconds=60.0), failures)
         executor = BroadcastExecutor(CheckingExecutor(CFG), leader)
-        executor.wait_until_ready()
+        leader.meet()
         yield executor, leader, others, failures
     finally:
         for other in others:
@@ -252,9 +251,10 @@ LEADER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from channels import channel_config
-from dsv4jax.engine.channel import LeaderChannel, Kind, end_process
+from dsv4jax.engine.channel import LeaderChannel, end_process
+from dsv4jax.engine.connection import Kind
 leader = LeaderChannel(channel_config(0, 3, int(sys.argv[2]), start_seconds=60.0), end_process)
-leader.wait_for_all(Kind.READY)
+leader.meet()
 print("ready", flush=True)
 leader.wait_for_all(Kind.RESET_DONE)
 """

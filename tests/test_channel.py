@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from channels import TOKEN, Failures, channel_config, connected, free_port
 
-from dsv4jax.engine.channel import ChannelFailure, FollowerChannel, Kind, LeaderChannel
+from dsv4jax.engine.channel import ChannelFailure, FollowerChannel, LeaderChannel
+from dsv4jax.engine.connection import Kind
 from dsv4jax.engine.handshake import HandshakeError, Mismatch
 
 
@@ -60,6 +61,18 @@ def test_answers_are_awaited_from_all():
         followers[0].send(Kind.READY)
         waiting.join(5)
         assert not waiting.is_alive()
+
+
+def test_processes_meet():
+    with connected(3) as (leader, followers, _), ThreadPoolExecutor(3) as pool:
+        met = [pool.submit(channel.meet) for channel in (leader, followers[0])]
+        time.sleep(0.2)
+        assert not any(one.done() for one in met)
+        followers[1].meet()
+        for one in met:
+            one.result(10)
+        leader.broadcast(Kind.WAIT)
+        assert [follower.receive() for follower in followers] == [(Kind.WAIT, b"")] * 2
 
 
 def test_idle_processes_stay_connected():
@@ -226,8 +239,8 @@ def test_what_hangs_under_watch_ends_everything():
         with leader.watch("step 3"):
             assert failures[0].wait() == "process 0: step 3 has not ended within 0.5 s"
         assert "step 3 has not ended" in failures[1].wait()
-    with connected(2, call_seconds=0.5) as (leader, (follower,), failures):
-        with follower.watch("step 3"):
+    with connected(2) as (leader, (follower,), failures):
+        with follower.watch("step 3", 0.5):
             assert "process 1: step 3 has not ended within 0.5 s" in failures[0].wait()
 
 

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ class ThreeRanks:
     local_ranks: range = range(RANKS)
     mesh: str = "one"
     by_rank: None = None
+    local_ranks: range = range(RANKS)
 
     def put(self, tree):
         return tree
@@ -217,6 +219,29 @@ def test_masks_of_all_ranks_go_to_their_slots_in_one_call(fakes):
     values = values.reshape(RANKS, 4, -1)
     assert np.array_equal(values[1, 0], first) and np.array_equal(values[2, 0], second)
     assert (values[1, 1] == 0xFFFFFFFF).all()
+
+
+def test_several_processes_pass_the_arguments_of_one_each_those_of_its_own_ranks(fakes):
+    programs, plans, calls = serve(fakes, Tables())
+    fakes.sample = lambda batch: StepOutput(*[jnp.zeros((len(batch.slots), 1))] * 2, None, None, None, None, ())
+    parts = []
+    for local in (range(1), range(1, RANKS)):
+        layout = ThreeRanks(local_ranks=local)
+        own = Programs(CFG, CACHE, programs.buckets, NOQUANT, layout, Tables(), TOKEN_MAP, params={}, progress=False)
+        executor = JaxExecutor({}, own)
+        parts.append([])
+        for plan in plans:
+            del fakes.calls[:]
+            executor.dispatch(plan)
+            parts[-1].append(list(fakes.calls))
+        executor.close()
+    for whole, *processes in zip(calls, *parts, strict=True):
+        for call, *others in zip(whole, *processes, strict=True):
+            assert {other.kind for other in others} == {call.kind}
+            first = 2 if call.kind in ("prefill", "decode") else 1  # behind parameters and cache
+            arrays = [jax.tree.leaves(c.arguments[first:]) for c in (call, *others)]
+            for one, *own in zip(*arrays, strict=True):
+                np.testing.assert_array_equal(one, np.concatenate(own))
 
 
 def test_host_tables_are_read_by_the_history_of_each_rank(fakes):

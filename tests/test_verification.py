@@ -59,6 +59,11 @@ def assert_equal_fields(a, b, where=np.s_[:]):
         np.testing.assert_array_equal(np.asarray(getattr(a, name))[where], np.asarray(getattr(b, name))[where], name)
 
 
+@functools.cache
+def prompted_state():
+    return new_state(np.random.default_rng(0).integers(0, VOCAB, (SLOTS, 6)).tolist())
+
+
 class Batch:
     """ROWS rows of requests with random logits, drafts and draft logits; prompts of 6 tokens, nothing generated."""
 
@@ -66,7 +71,7 @@ class Batch:
         rng = np.random.default_rng(data_seed)
         count = len(requests)
         self.requests, self.rng = requests, rng
-        self.state = new_state([rng.integers(0, VOCAB, 6).tolist() for _ in range(SLOTS)])
+        self.state = prompted_state()
         self.slots = np.full(ROWS, PADDED_SLOT, np.int32)
         self.slots[:count] = rng.permutation(SLOTS)[:count]
         self.logits = (scale * rng.normal(size=(ROWS, DRAFTS + 1, VOCAB))).astype(np.float32)
@@ -233,11 +238,9 @@ def test_a_seeded_request_gets_the_same_in_any_batch_row_and_slot(way, requests,
     for name in ("logits", "draft_logits", "tokens", "positions", "counts"):
         getattr(alone, name)[other] = getattr(batch, name)[row]
     alone.logits[other + 1 :] = np.nan
-    state, slot = alone.state, alone.slots[other]
-    for field in ("output_counts", "prompt_mask", "logit_bias", "recent_tokens", "counted"):
-        rows = getattr(state, field)
-        state = state.replace(**{field: rows.at[slot].set(getattr(batch.state, field)[batch.slots[row]])})
-    alone.state = state
+    mask = np.array(batch.state.prompt_mask)
+    mask[alone.slots[other]] = mask[batch.slots[row]]
+    alone.state = batch.state.replace(prompt_mask=mask)
     again = alone.verified(way)
     assert again.accepted[other] == result.accepted[row]
     for name in ("tokens", "logprobs", "top_tokens", "top_logprobs"):

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from dsv4jax.engine.channel import FollowerChannel, Kind, LeaderChannel
+from dsv4jax.engine.channel import FollowerChannel, LeaderChannel
+from dsv4jax.engine.connection import Kind
 from dsv4jax.engine.plan import Executor, RankPlan, StepPlan, StepResult
 from dsv4jax.engine.plan_codec import PlanDecoder, PlanEncoder
 
@@ -33,10 +34,6 @@ class BroadcastExecutor:
         self._encoder = PlanEncoder()
         self._failed = False  # in the last call
         self._in_flight = 0
-
-    def wait_until_ready(self) -> None:
-        """Blocks until all processes are in `follow`."""
-        self._channel.wait_for_all(Kind.READY)
 
     def now(self) -> float:
         """The inner executor's clock."""
@@ -86,16 +83,13 @@ def follow(channel: FollowerChannel, inner: Executor) -> None:
     """
     decoder = PlanDecoder()
     failed: str | None = None  # why the last call did
-    channel.send(Kind.READY)
     while True:
         kind, body = channel.receive()
         if kind is Kind.SHUTDOWN:
             return
         if kind is Kind.RESET:
             if bool(body[0]) != (failed is not None):
-                raise channel.fail(
-                    f"a step failed here only: {failed}" if failed else "a step failed on process 0 only"
-                )
+                raise channel.fail("a step failed on process 0 only" if failed is None else _only_here(failed))
             with channel.watch("a reset"):
                 inner.reset()
             failed = None

@@ -9,43 +9,23 @@ told why, and all end, to be started again together.
 import collections
 import contextlib
 import dataclasses
-import enum
 import logging
 import os
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from dsv4jax.engine.connection import Connection, Kind
 from dsv4jax.engine.handshake import HandshakeError, Mismatch, check_token, introduce, welcome
 
 FAILURE_EXIT_CODE = 75
 """Of a process that ends because its engine lost a process or a step hung (EX_TEMPFAIL: start it again)."""
 
 _log = logging.getLogger(__name__)
-_LENGTH = struct.Struct("<Q")
-_MAX_BODY = 1 << 32
 _RETRY_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 1.0
-
-
-class Kind(enum.IntEnum):
-    """First byte of everything that is sent; all but heartbeats go on with a length (u64) and a body."""
-
-    HEARTBEAT = 0
-    # From process 0, in the order of its executor's calls.
-    DISPATCH = 1
-    WAIT = 2
-    RESET = 3
-    SHUTDOWN = 4
-    # To process 0.
-    READY = 5
-    RESET_DONE = 6
-    STEP_FAILED = 7
-    # Either way: the sender ends, for the reason that is the body.
-    END = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,58 +88,6 @@ def end_process(failure: ChannelFailure) -> None:
     os._exit(FAILURE_EXIT_CODE)
 
 
-class _Connection:
-    """One process at the other end; sends from any thread, reads from one."""
-
-    def __init__(self, connection: socket.socket, process: int, silence_seconds: float):
-        self.process = process
-        connection.settimeout(silence_seconds)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._lock = connection, threading.Lock()
-        self._incoming = connection.makefile("rb")
-        # Shares the connection but not the time limit.
-        self._impatient = connection.dup()
-        self._impatient.settimeout(0)
-
-    def send(self, kind: Kind, body: bytes = b"") -> None:
-        """Sends all of it; raises OSError."""
-        with self._lock:
-            self._socket.sendall(bytes([kind]) + _LENGTH.pack(len(body)) + body)
-
-    def send_if_possible(self, content: bytes, patience: float = 0.0) -> None:
-        """For what must not wait: heartbeats, which are one byte and so never sent in part, and last words.
-
-        Args:
-          patience: seconds to wait for another thread that is sending, which is a sign of life as well.
-        """
-        if self._lock.acquire(timeout=patience):
-            with contextlib.suppress(OSError):
-                self._impatient.send(content)
-            self._lock.release()
-
-    def read(self) -> tuple[Kind, bytes]:
-        """The next frame that is no heartbeat; raises OSError, TimeoutError after a silence."""
-        while (kind := Kind(self._read(1)[0])) is Kind.HEARTBEAT:
-            pass
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        if length > _MAX_BODY:
-            raise OSError(f"a frame of {length} bytes")
-        return kind, self._read(length)
-
-    def close(self) -> None:
-        """Ends it for both ends and every thread."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._impatient.close()
-        self._socket.close()
-
-    def _read(self, size: int) -> bytes:
-        content = self._incoming.read(size)
-        if len(content) < size:
-            raise EOFError
-        return content
-
-
 class _Channel:
     """What both ends share: threads that read and watch, and one failure that ends everything."""
 
@@ -167,17 +95,18 @@ class _Channel:
         self.config = config
         self.failure: ChannelFailure | None = None
         self._on_failure = on_failure
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, Connection] = {}
         self._news = threading.Condition()  # for whoever waits for another process
         self._ended = threading.Event()  # nothing is sent any more
         self._closed = False  # and everybody knows
-        self._watched: tuple[str, float] | None = None
+        self._watched: tuple[str, float, float] | None = None
         threading.Thread(target=self._monitor, name="channel-monitor", daemon=True).start()
 
     @contextlib.contextmanager
-    def watch(self, what: str) -> Iterator[None]:
-        """Fails the channel if the body takes longer than `call_seconds`. For one thread, not nested."""
-        self._watched = what, time.monotonic() + self.config.call_seconds
+    def watch(self, what: str, seconds: float | None = None) -> Iterator[None]:
+        """Fails the channel if the body takes longer than `seconds` or `call_seconds`. For one thread, not nested."""
+        seconds = self.config.call_seconds if seconds is None else seconds
+        self._watched = what, seconds, time.monotonic() + seconds
         try:
             yield
         finally:
@@ -207,7 +136,7 @@ class _Channel:
     def _ending(self) -> ChannelFailure:
         return self.failure or ChannelFailure(f"process {self.config.process}: the channel is closed")
 
-    def _send(self, connection: _Connection, kind: Kind, body: bytes = b"") -> None:
+    def _send(self, connection: Connection, kind: Kind, body: bytes = b"") -> None:
         if self._ended.is_set():
             raise self._ending()
         try:
@@ -215,12 +144,12 @@ class _Channel:
         except OSError as error:
             raise self.fail(self._lost(connection.process, error)) from error
 
-    def _add(self, connection: _Connection) -> None:
+    def _add(self, connection: Connection) -> None:
         self._connections[connection.process] = connection
         name = f"channel-to-{connection.process}"
         threading.Thread(target=self._read, args=(connection,), name=name, daemon=True).start()
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: Connection) -> None:
         try:
             while True:
                 kind, body = connection.read()
@@ -229,7 +158,7 @@ class _Channel:
                     self.fail(f"process {connection.process} has ended: {body.decode()}")
                 else:
                     self._received(connection.process, kind, body)
-        except (OSError, EOFError, ValueError) as error:
+        except Exception as error:  # whatever it is, nobody reads any more
             self._left(connection.process)
             self.fail(self._lost(connection.process, error))
 
@@ -249,19 +178,18 @@ class _Channel:
     def _monitor(self) -> None:
         while not self._ended.wait(self.config.heartbeat_seconds):
             for connection in list(self._connections.values()):
-                connection.send_if_possible(bytes([Kind.HEARTBEAT]))
+                connection.beat()
             watched = self._watched
-            if watched is not None and time.monotonic() > watched[1]:
-                self.fail(f"{watched[0]} has not ended within {self.config.call_seconds:g} s")
+            if watched is not None and time.monotonic() > watched[2]:
+                self.fail(f"{watched[0]} has not ended within {watched[1]:g} s")
             self._check()
 
     def _check(self) -> None:
         """Called with every heartbeat."""
 
     def _say_end(self, reason: str) -> None:
-        body = reason.encode()
         for connection in list(self._connections.values()):
-            connection.send_if_possible(bytes([Kind.END]) + _LENGTH.pack(len(body)) + body, patience=0.5)
+            connection.say_end(reason)
 
     def _close_connections(self) -> None:
         for connection in list(self._connections.values()):
@@ -299,6 +227,11 @@ class LeaderChannel(_Channel):
             except Exception as error:
                 self.close(f"process 0: {error}")
                 raise
+
+    def meet(self) -> None:
+        """Returns when every process has called this, however long that takes; raises ChannelFailure."""
+        self.wait_for_all(Kind.READY)
+        self.broadcast(Kind.START)
 
     def broadcast(self, kind: Kind, body: bytes = b"") -> None:
         """Sends to all.
@@ -357,7 +290,7 @@ class LeaderChannel(_Channel):
                 _log.warning("turned away a connection from %s: %s", address[0], error)
                 connection.close()
                 continue
-            self._add(_Connection(connection, process, config.silence_seconds))
+            self._add(Connection(connection, process, config.silence_seconds))
 
     def _refusal(self, process: int) -> str | None:
         if not 1 <= process < self.config.processes:
@@ -415,10 +348,16 @@ class FollowerChannel(_Channel):
         self._commands: collections.deque[tuple[Kind, bytes]] = collections.deque()
         connection = _connect(config)
         super().__init__(config, on_failure)
-        self._add(_Connection(connection, 0, config.silence_seconds))
+        self._add(Connection(connection, 0, config.silence_seconds))
+
+    def meet(self) -> None:
+        """Returns when every process has called this, however long that takes; raises ChannelFailure."""
+        self.send(Kind.READY)
+        if (kind := self.receive()[0]) is not Kind.START:
+            raise self.fail(f"process 0 sent {kind.name} before START")
 
     def receive(self) -> tuple[Kind, bytes]:
-        """The next command of process 0: DISPATCH, WAIT, RESET or SHUTDOWN with its body; raises ChannelFailure."""
+        """What process 0 has sent next, with its body; raises ChannelFailure."""
         with self._news:
             while not self._closed and not self._commands:
                 self._news.wait()
