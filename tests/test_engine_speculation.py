@@ -26,12 +26,15 @@ CACHE = CacheConfig(slots=3, pages=38, page_size=4, slack=DRAFTS + 1, drafts="sh
 
 @jax.jit
 def with_drafts(cache, following, right):
-    """The cache with the tokens that follow in each slot as drafts, of which the first `right` are right."""
+    """The cache with the tokens that follow in each slot as drafts, of which the first `right` are right.
+
+    Confidences predict an even chance for each.
+    """
     drafts = cache.drafts
     at = drafts.positions[:, None] + 1 + jnp.arange(drafts.tokens.shape[1])
     tokens = jnp.take_along_axis(following, jnp.clip(at, 0, LENGTH - 1), 1)
     tokens = jnp.where(jnp.arange(tokens.shape[1]) < right[:, None], tokens, (tokens + 1) % 100)
-    return cache.replace(drafts=drafts.replace(tokens=tokens))
+    return cache.replace(drafts=drafts.replace(tokens=tokens, confidences=jnp.zeros_like(drafts.confidences)))
 
 
 class WithRightDrafts(JaxExecutor):
