@@ -86,7 +86,12 @@ def test_how_long_a_mask_stays_is_known_where_no_token_matters(tokenizer):
     budget.push(60)
     assert budget.unchanged_for == 3
     assert new_mask(tokenizer, bad_words=((60, 61),)).unchanged_for == 1
-    assert new_mask(tokenizer, bad_words=((60, 61, 62),)).unchanged_for == 2
+    word = new_mask(tokenizer, bad_words=((60, 61, 62),))
+    assert word.unchanged_for == 2
+    word.push(60)
+    assert word.unchanged_for == 1
+    word.push(61)
+    assert word.unchanged_for == 1
 
 
 def test_allowed_token_ids(tokenizer):
@@ -203,7 +208,7 @@ def test_a_mask_given_ahead_is_the_mask_that_comes(default_tokenizer, data):
     less = int(tokenizer.encode("<")[0])
     rules = MaskRules(
         min_tokens=data.draw(st.integers(0, 8)),
-        bad_words=data.draw(st.sampled_from([(), ((60, less),), ((60, 60, less), (less, 60))])),
+        bad_words=data.draw(st.sampled_from([(), ((60, less),), ((60, 60, less), (less, 60)), ((60, less, less),)])),
         reasoning_budget=data.draw(st.none() | st.integers(0, 6)),
         in_reasoning=data.draw(st.booleans()),
         grammar=data.draw(st.sampled_from([None, *_grammars(tokenizer)])),
