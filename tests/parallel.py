@@ -20,11 +20,11 @@ from dsv4jax.steps import decode_step, prefill_step, start_request
 class Ranks:
     """Caches of all ranks of a layout. Every method takes a list of requests for each rank."""
 
-    def __init__(self, cfg, params, numerics, layout, *, prefill, decode, slots=3, pages=48, page_size=8):
+    def __init__(self, cfg, params, numerics, layout, *, prefill, decode, slots=3, pages=48, page_size=8, **cache):
         self.cfg, self.params, self.layout = cfg, params, layout
         self.prefill_bucket: PrefillBucket = prefill
         self.decode_bucket: DecodeBucket = decode
-        self.cache_cfg = CacheConfig(slots=slots, pages=pages, page_size=page_size)
+        self.cache_cfg = CacheConfig(slots=slots, pages=pages, page_size=page_size, **cache)
         self.static = dict(cfg=cfg, numerics=numerics, layout=layout)
         self.cache = init_cache(cfg, self.cache_cfg, numerics, layout)
 

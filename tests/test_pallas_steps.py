@@ -7,12 +7,23 @@ import jax.numpy as jnp
 import pytest
 from hopper import on_hopper
 
-from dsv4jax.batch import DecodeBucket, DecodeTokens, PrefillBucket, PrefillChunk, decode_batch, prefill_batch
+from dsv4jax.batch import (
+    DecodeBucket,
+    DecodeTokens,
+    PrefillBucket,
+    PrefillChunk,
+    decode_batch,
+    prefill_batch,
+    speculative_batch,
+)
 from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.checkpoint.reduced_config import reduced_config
+from dsv4jax.model.draft import block_layout, store_context
+from dsv4jax.model.transformer import merge
 from dsv4jax.numerics import FAST, REFERENCE
 from dsv4jax.packing import pack_layer
 from dsv4jax.params import abstract_params
+from dsv4jax.speculation import draft_step
 from dsv4jax.steps import decode_step, prefill_step
 from dsv4jax.weights import ArraySpec
 
@@ -51,3 +62,26 @@ def test_the_steps_lower_for_hopper(step, numerics):
     kernels = text.count("mosaic_gpu")
     # Per layer: two sites, five FP8 linears, grouped output, attention, experts; most are shared functions.
     assert kernels >= 10
+
+
+def test_the_draft_stages_lower_for_hopper():
+    """A draft round, and the context keys of a decode step."""
+    numerics = dataclasses.replace(REFERENCE, implementation="pallas")
+    cache_cfg = dataclasses.replace(CACHE, drafts="own")
+    cache = jax.eval_shape(lambda: init_cache(CFG, cache_cfg, numerics))
+    batch = speculative_batch(CFG, cache_cfg, [], DecodeBucket(16, 1, 6))
+    features = jax.ShapeDtypeStruct((16 * 6, 3 * CFG.hidden_size), jnp.bfloat16)
+
+    @jax.jit
+    def context(params, features, rings):
+        slots = jnp.arange(16, dtype=jnp.int32)
+        layout = block_layout(slots, slots, slots >= 0, 6, 16)
+        return store_context(merge(CFG, params).mtp, features, layout, rings, numerics)
+
+    with on_hopper():
+        params = abstract_packed()
+        for traced in (
+            draft_step.trace(params, cache, batch, cfg=CFG, numerics=numerics),
+            context.trace(params, features, cache.draft_windows),
+        ):
+            assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -26,7 +26,7 @@ class MemoryPlan:
     windows: int
     """Per slot: window rings, open groups, ids."""
     sampling: int
-    """Per slot: counts, masks and biases over the vocabulary."""
+    """Per slot: counts, masks and biases over the vocabulary, and drafts."""
     workspace: int | None
     """Temporary memory of the largest program; None until the programs are compiled."""
     free: int | None
@@ -78,7 +78,7 @@ def memory_plan(
         tables=everything - without_tables if tables_on_device else 0,
         pages=_array_bytes((cache.entries, cache.index_keys)),
         windows=_array_bytes(per_slot),
-        sampling=_array_bytes(cache.sampling),
+        sampling=_array_bytes((cache.sampling, cache.drafts)),
         workspace=workspace,
         free=available_host_memory() if free is None else free,
         fraction=fraction,

@@ -15,11 +15,11 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.engram_hash import DEAD, rows_on_device
 from dsv4jax.linear import linear_fp32
 from dsv4jax.model.block import Block
-from dsv4jax.model.draft import DraftStage
+from dsv4jax.model.draft import DraftStage, store_context
 from dsv4jax.model.engram import Engram
 from dsv4jax.model.hyper_connections import collapse, first_mix, settled_residual
 from dsv4jax.model.indexer import Selection
-from dsv4jax.model.layout import TileWindow, TokenLayout, decoder_layout, full_layout, tile_windows
+from dsv4jax.model.layout import TileWindow, TokenLayout, decoder_layout, full_layout, newest_layout, tile_windows
 from dsv4jax.model.norm import RMSNorm
 from dsv4jax.model.rope import Rotation, rotation
 from dsv4jax.model.vision import Aligner, Vision
@@ -84,7 +84,10 @@ class Model(nnx.Module):
         devices: Layout = SINGLE,
         placement: ExpertPlacement | None = None,
     ) -> TextOutput:
-        """Runs the layers over one step; logits follow from `logits(output.hidden)` for the rows that need them."""
+        """Runs the layers over one step; logits follow from `logits(output.hidden)` for the rows that need them.
+
+        A cache with draft rings also gets the context keys of the newest tokens of each request.
+        """
         cfg = self.cfg
         _check_fit(batch, cache, cfg, numerics)
         layout = full_layout(batch)
@@ -93,7 +96,8 @@ class Model(nnx.Module):
         residual = settled_residual(streams, first_mix(streams.shape[0], cfg.hc_mult))
         selection: Selection | None = None
         tables, windows = self._positions(layout)
-        loads, selections, seen = [], [], []
+        loads, selections, seen, features = [], [], [], []
+        newest, newest_rows = newest_layout(layout, batch, cfg.sliding_window)
         for i, layer in enumerate(self.layers):
             if i in cfg.engram_layer_ids:
                 row = rows[cfg.engram_layer_ids.index(i)]
@@ -107,13 +111,16 @@ class Model(nnx.Module):
             streams, x, mix = layer.enter("hc_attn", residual, numerics)
             if i not in cfg.engram_layer_ids:
                 seen.append(streams)
+            if cache.draft_windows and i in cfg.dspark_target_layer_ids:
+                rows_of_newest = seen[-1] if newest_rows is None else seen[-1][newest_rows]
+                features.append(jnp.mean(rows_of_newest.astype(jnp.float32), 1).astype(numerics.dtype))
             if i in cfg.kv_source_layer_ids:
                 cache = layer.attn.store_entries(x.values, layout, cache, numerics)
             if i == cfg.decoder_start:
                 layout, take = decoder_layout(layout, batch, cfg.sliding_window)
                 tables, windows = self._positions(layout)
                 if take is not None:
-                    streams, x = streams[take], x.take(take)
+                    streams, x, newest_rows = streams[take], x.take(take), None
                     mix = jax.tree.map(lambda a, take=take: a[take], mix)
             by = tables[bool(cfg.ratio(i))]
             residual, cache, selection, load = layer(
@@ -124,8 +131,15 @@ class Model(nnx.Module):
             if i in cfg.index_source_layer_ids:
                 selections.append(selection.positions)
         hidden = self.norm(collapse(residual.settled(), residual.mix.pre))
+        if features:
+            rings = store_context(self.mtp, jnp.concatenate(features, -1), newest, cache.draft_windows, numerics)
+            cache = cache.replace(draft_windows=rings)
         load = total_over_ranks(devices, jnp.stack(loads))
         return TextOutput(hidden, layout, cache, load, tuple(selections), tuple(seen))
+
+    def embedding(self, tokens: Int32[Array, " tokens"], numerics: Numerics) -> Float[Array, "tokens hidden"]:
+        """The rows of token ids."""
+        return self.embed.get_value().weight[tokens].astype(numerics.dtype)
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
         """The head: a true fp32 matmul."""
@@ -136,7 +150,7 @@ class Model(nnx.Module):
         return (plain, yarn), tile_windows(layout, self.cfg.sliding_window)
 
     def _embed(self, batch: StepBatch, numerics: Numerics) -> Float[Array, "tokens hidden"]:
-        e = self.embed.get_value().weight[batch.tokens].astype(numerics.dtype)
+        e = self.embedding(batch.tokens, numerics)
         if batch.image_embeddings.shape[0]:
             rank = jnp.maximum(jnp.cumsum(batch.image_mask) - 1, 0)
             e = jnp.where(batch.image_mask[:, None], batch.image_embeddings[rank].astype(numerics.dtype), e)
