@@ -98,7 +98,7 @@ class FakeEngine:
 def engine_stats(**values: float) -> EngineStats:
     """Statistics that are 0 where nothing is said."""
     names = EngineStats.__dataclass_fields__
-    return EngineStats(**{**dict.fromkeys(names, 0), "slots": 64, "pages": 1000, "ranks": (), **values})
+    return EngineStats(**{**dict.fromkeys(names, 0), "slots": 64, "pages": 1000, "ranks": (), "balance": None, **values})
 
 
 def step_record(number: int = 1, **values) -> StepRecord:
