@@ -77,7 +77,7 @@ def run_python(code: str, *arguments: object, devices: int = 1) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_files import run_python
-from device_engine import CACHE, CHECKS, SCHEDULER, HalfMask, make_engine, make_executor, requests, serve
+from device_engine import CACHE, CHECKS, RANKS, SCHEDULER, HalfMask, make_engine, make_executor, requests, serve
 from test_scheduler import Recorder, assert_empty, drain
 
 from dsv4jax import batch
@@ -38,17 +38,7 @@ def over_eight_ranks(executor, tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
     reference, outcomes = directory / "reference", directory / "outcomes"
     reference.write_bytes(pickle.dumps(serve(make_engine(executor), requests())))
-    # As in `conftest`: with the least optimisation, which compiles in the shortest time.
-    code = """
-import os, sys
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_allow_excess_precision=false --xla_backend_optimization_level=0"
-    " --xla_llvm_disable_expensive_passes=true"
-)
-import device_engine
-device_engine.main(*sys.argv[1:])
-"""
-    run_python(code, reference, outcomes)
+    run_python("import sys, device_engine; device_engine.main(*sys.argv[1:])", reference, outcomes, devices=RANKS)
     return pickle.loads(outcomes.read_bytes())
 
 
