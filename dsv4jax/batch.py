@@ -163,13 +163,14 @@ class SpeculativeBatch:
     """
 
     slots: Int32[Any, " requests"]
+    tokens: Int32[Any, " requests"]
+    """The newest chosen token of each, or NEXT_TOKEN for that of its slot."""
     ends: Int32[Any, " requests"]
     """No token at this position or beyond is run."""
     min_drafts: Int32[Any, " requests"]
     max_drafts: Int32[Any, " requests"]
     page_table: Int32[Any, "requests pages"]
     sampling: SamplingParams
-    num_slots: int = flax.struct.field(pytree_node=False)
     allowed: UInt32[Any, "requests tokens words"] | None = None
     """Tokens that may follow each token of a request if the drafts up to it stand, as in `set_allowed_tokens`; None for
     the masks of the slots. For a host that has read the drafts."""
@@ -190,6 +191,8 @@ class SpeculativeRequest:
       pages: must cover `end` tokens.
       end: where the request ends at the latest, or as far as its pages reach for now. The token at `end` may be chosen
         but is not run: with a prompt of n tokens and m to generate, n + m - 1.
+      token: to run in place of the newest chosen token, with no drafts after it: a token that is known from an earlier
+        run of the request and may differ from what its slot has chosen.
       max_drafts: drafts to verify at most; fewer are if fewer are there or `end` is near.
       min_drafts: where a step chooses how many pay, no fewer than this; equal to `max_drafts` for a fixed number.
     """
@@ -200,6 +203,7 @@ class SpeculativeRequest:
     max_drafts: int
     min_drafts: int = 0
     sampling: RequestSampling = RequestSampling()
+    token: int = NEXT_TOKEN
 
 
 @runtime_checkable
@@ -350,7 +354,7 @@ def speculative_batch(
 
     Raises:
       ValueError: the cache is made without drafts, the bucket has more tokens per request than there can be, a request
-        wants more drafts than the bucket takes, or as `prefill_batch`.
+        wants more drafts than the bucket takes or a given token as well, or as `prefill_batch`.
     """
     width = bucket.tokens_per_request
     if cache_cfg.drafts is None:
@@ -368,16 +372,23 @@ def speculative_batch(
             raise ValueError(
                 f"request {row}: min_drafts = {request.min_drafts} is not in 0..{request.max_drafts}, its max_drafts"
             )
+        if request.token != NEXT_TOKEN:
+            token_ids([request.token], cfg.vocab_size, f"request {row}: token")
+            if request.max_drafts:
+                raise ValueError(f"request {row}: max_drafts = {request.max_drafts}: must be 0 with a token given")
     count = len(requests)
     # No token has a known position: what counts is where the requests end.
     layout = _layout(
         cfg, cache_cfg, bucket.requests, bucket.requests * width, bucket.pages, [r.slot for r in requests],
         [r.end for r in requests], np.zeros(count, np.int64), np.arange(count) * width, [r.pages for r in requests],
     )  # fmt: skip
+    tokens = np.full(bucket.requests, NEXT_TOKEN, np.int32)
+    tokens[:count] = [r.token for r in requests]
     limits = np.zeros((2, bucket.requests), np.int32)
     limits[:, :count] = [r.min_drafts for r in requests], [r.max_drafts for r in requests]
     return SpeculativeBatch(
         slots=layout["slots"],
+        tokens=tokens,
         ends=layout["starts"],
         min_drafts=limits[0],
         max_drafts=limits[1],

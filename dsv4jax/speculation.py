@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from dsv4jax.batch import SpeculativeBatch, StepBatch
+from dsv4jax.batch import NEXT_TOKEN, SpeculativeBatch, StepBatch
 from dsv4jax.cache import Cache, DraftState
 from dsv4jax.config import ModelConfig
 from dsv4jax.draft_counts import choose_draft_counts
@@ -200,6 +200,8 @@ def speculative_step(
 
     shared = (params, placement, draft_placement, step_seconds, forced_acceptance)
     (cache, output), (load, draft_load) = layout.map(step, shared, cache, batch)
+    names = ("counts", "verified", "tokens", "logprobs", "top_tokens", "top_logprobs")
+    output = output.replace(**layout.to_all_processes({name: getattr(output, name) for name in names}))
     return cache, output.replace(expert_load=load, draft=output.draft.replace(expert_load=draft_load))
 
 
@@ -268,7 +270,8 @@ def _tokens_to_run(
     """The decode step of the newest chosen tokens and `counts` drafts after each; inactive requests are padding."""
     requests, width = batch.slots.shape[0], batch.tile
     slots = jnp.where(active, batch.slots, cache.num_slots)
-    newest = cache.sampling.next_tokens.at[slots].get(mode="fill", fill_value=0)
+    kept = cache.sampling.next_tokens.at[slots].get(mode="fill", fill_value=0)
+    newest = jnp.where(batch.tokens == NEXT_TOKEN, kept, batch.tokens)
     zeros = jnp.zeros_like(slots)
     return StepBatch(
         tokens=jnp.concatenate([newest[:, None], drafts.tokens[:, : width - 1]], 1).reshape(-1),

@@ -10,6 +10,7 @@ DSV4JAX_CLUSTER_TOKEN=... python scripts/serve.py --ranks 16 --pages 4000 --coor
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import importlib.resources
 import os
@@ -108,6 +109,13 @@ _REPLAY = flags.DEFINE_enum(
 _DETERMINISTIC = flags.DEFINE_bool(
     "deterministic", False, "Greedy output depends on the request alone: one shape per step, exact replay."
 )
+_DRAFTS = flags.DEFINE_integer(
+    "drafts",
+    None,
+    "Most drafts that a request verifies in a step; 0 for no speculative decoding. Default: the draft's block, 0 with"
+    " --engram=host.",
+    0,
+)
 _PREFIX_CACHE = flags.DEFINE_bool("prefix_cache", True, "Reuse pages of earlier requests.")
 _ENGRAM = flags.DEFINE_enum("engram", "device", ["device", "host"], "Where the Engram tables live.")
 _MEMORY_FRACTION = flags.DEFINE_float("memory_fraction", 0.9, "Share of the free memory that may be used.", 0.05, 1.0)
@@ -168,8 +176,8 @@ def _numerics(cfg: ModelConfig) -> Numerics:
 # What must be the same in all processes of an engine, besides what follows from the checkpoint.
 _SAME = (
     _RANKS, _EXPERT_SLOTS, _BALANCE_WINDOW, _BALANCE_INTERVAL, _MAX_MODEL_LEN, _SLOTS, _PAGES, _PAGE_SIZE, _CONTEXTS,
-    _PREFILL_TOKENS, _PREFILL_REQUESTS, _DECODE_REQUESTS, _NUMERICS, _IMPLEMENTATION, _REPLAY, _DETERMINISTIC, _ENGRAM,
-    _STRICT,
+    _PREFILL_TOKENS, _PREFILL_REQUESTS, _DECODE_REQUESTS, _DRAFTS, _NUMERICS, _IMPLEMENTATION, _REPLAY, _DETERMINISTIC,
+    _ENGRAM, _STRICT,
 )  # fmt: skip
 
 
@@ -221,6 +229,20 @@ def _digest(*content: bytes) -> str:
     return digest.hexdigest()[:16]
 
 
+def _drafts(cfg: ModelConfig) -> int:
+    """The most drafts of a request and step, with the reason if there are none by default."""
+    most, given = cfg.dspark_block_size, _DRAFTS.value
+    if given is not None and given > most:
+        raise ValueError(f"--drafts={given}: the checkpoint's draft makes at most {most}")
+    if _ENGRAM.value == "host":
+        if given:
+            raise ValueError(f"--drafts={given}: must be 0 with --engram=host, because only the device knows drafts")
+        if given is None:
+            logging.info("drafts: none with --engram=host, because only the device knows drafts")
+        return 0
+    return most if given is None else given
+
+
 def _engine(
     model: Path,
     cfg: ModelConfig,
@@ -251,7 +273,7 @@ def _engine(
     if deterministic:
         contexts, prefill_tokens, decode_requests = contexts[-1:], prefill_tokens[-1:], decode_requests[-1:]
     on_device = _ENGRAM.value == "device"
-    ranks = _RANKS.value
+    drafts, ranks = _drafts(cfg), _RANKS.value
     channel_config, channel = _channel_config(model, cfg), None
     if channel_config is not None:
         channel = stack.enter_context(open_channel(channel_config, end_process))
@@ -264,14 +286,21 @@ def _engine(
     options = {"tables_on_device": on_device, "expert_slots": expert_slots, "fraction": _MEMORY_FRACTION.value}
     full = _SLOTS.value * ceil_div(length, _PAGE_SIZE.value)
     pages = _PAGES.value
+    one = CacheConfig(
+        slots=_SLOTS.value,
+        pages=1,
+        page_size=_PAGE_SIZE.value,
+        slack=max(CacheConfig.slack, 1 + drafts),
+        # Any request gets the tokens that it gets without drafts.
+        drafts="shared" if drafts else None,
+    )
     if pages is None:
-        one = CacheConfig(slots=_SLOTS.value, pages=1, page_size=_PAGE_SIZE.value)
         spare = 4 << 30 if jax.default_backend() != "cpu" else 1 << 30
         # At least one request of full length: if that does not fit, the plan says so.
         one_request = ceil_div(length, _PAGE_SIZE.value)
         fit = pages_that_fit(cfg, one, numerics, layout, spare=spare, **options)
         pages = max(one_request, min(2 * full, full if fit is None else fit))
-    cache_cfg = CacheConfig(slots=_SLOTS.value, pages=pages, page_size=_PAGE_SIZE.value)
+    cache_cfg = dataclasses.replace(one, pages=pages)
     if pages * _PAGE_SIZE.value < length and _PAGES.value is not None:
         raise ValueError(f"--pages={pages}: {pages * _PAGE_SIZE.value} tokens are fewer than --max_model_len={length}")
     tokenizer_hash = hashlib.sha256((model / "tokenizer.json").read_bytes()).digest()
@@ -292,6 +321,7 @@ def _engine(
         max_waiting_tokens=_MAX_WAITING_TOKENS.value,
         prefix_cache=_PREFIX_CACHE.value,
         deterministic=deterministic,
+        drafts=drafts,
         tokens_on_host=not on_device,
         namespace=f"{cfg}{cache_cfg}{numerics}".encode() + tokenizer_hash,
     )
@@ -302,7 +332,10 @@ def _engine(
         decode_requests=decode_requests,
         contexts=contexts,
         bounded=replay == "bounded",
+        drafts=drafts,
     )
+    if deterministic and drafts:
+        buckets = dataclasses.replace(buckets, decode=())  # every step runs with drafts
     memory_plan(cfg, cache_cfg, numerics, layout, **options).require()
 
     tables = None if on_device else HostEngramTables(model, cfg)
@@ -322,6 +355,8 @@ def _engine(
     executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value, balancer=balancer)
     if channel is None:
         executor.warm_up()
+        if drafts and not deterministic:
+            executor.measure_costs()
     else:
         channel.meet()
         with channel.watch("the first run of all programs", channel.config.start_seconds):

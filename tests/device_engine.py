@@ -106,6 +106,7 @@ class HalfMask:
     """Allows the ids below 64 and those from 64 to 127 by turns, known one token ahead."""
 
     waits_for_tokens = False
+    unchanged_for = 1
 
     def __init__(self):
         self.count = 0

@@ -15,12 +15,13 @@ from dsv4jax.sampling_settings import RequestSampling
 NOTHING = RankPlan((), (), (), None)
 
 
-@pytest.mark.parametrize("cfg", [SMALL, EXACT, dataclasses.replace(SMALL, ranks=2, pages=16)])
+@pytest.mark.parametrize("cfg", [SMALL, EXACT, dataclasses.replace(SMALL, ranks=2, pages=16, drafts=3)])
 def test_every_plan_of_a_busy_time_comes_back(cfg):
     events, _ = record(cfg)
     encoder, decoder = PlanEncoder(), PlanDecoder()
     plans = [event.plan for event in events if event.plan]
-    seen = dict.fromkeys(("starts", "masks", "prefills", "decodes"), False)
+    names = ("starts", "masks", "prefills", "speculation", "first_drafts") if cfg.drafts else ("starts", "decodes")
+    seen = dict.fromkeys(names, False)
     for plan in plans:
         back = decoder.decode(encoder.encode(plan))
         assert plan_difference(plan, back) is None

@@ -97,6 +97,8 @@ MASKS = st.sampled_from(
         functools.partial(ChainMask, waits=True),
         functools.partial(ChainMask, waits=False, fail_after=3),
         functools.partial(ChainMask, waits=True, fail_after=4),
+        functools.partial(ChainMask, waits=False, period=5),
+        functools.partial(ChainMask, waits=False, period=4, fail_after=6),
     ]
 )
 EVENTS = st.one_of(
@@ -108,6 +110,8 @@ EVENTS = st.one_of(
         st.integers(0, 2),
         st.sampled_from("ab"),
         MASKS,
+        st.sampled_from([None, None, None, 0, 1, 4]),
+        st.sampled_from([None, None, 20]),
     ),
     st.tuples(st.just("step"), st.integers(1, 6)),
     st.tuples(st.just("finish"), st.integers(0, 10), st.sampled_from(["abort", "stop"])),
@@ -129,14 +133,22 @@ CONFIGS = st.sampled_from(
 )
 
 
+def with_drafts(cfg, drafts):
+    return cfg if cfg.tokens_on_host else dataclasses.replace(cfg, drafts=drafts)
+
+
 @settings(max_examples=3000, deadline=None)
-@given(cfg=CONFIGS, depth=st.integers(1, 2), events=st.lists(EVENTS, min_size=5, max_size=40))
+@given(
+    cfg=st.builds(with_drafts, CONFIGS, st.sampled_from([0, 1, 5])),
+    depth=st.integers(1, 2),
+    events=st.lists(EVENTS, min_size=5, max_size=40),
+)
 def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, events):
     engine, executor = make(cfg, depth)
     open_choices, ended_by_hand, told = [], set(), []
     for count, (kind, *args) in enumerate(events):
         if kind == "submit":
-            prompt, max_tokens, n, priority, salt, mask = args
+            prompt, max_tokens, n, priority, salt, mask, drafts, context = args
             made = request(
                 prompt,
                 max_tokens,
@@ -146,6 +158,8 @@ def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, events):
                 cache_salt=salt,
                 sampling=RequestSampling(seed=count),
                 mask=mask,
+                drafts=drafts and min(drafts, cfg.drafts),
+                draft_context=context,
             )
             open_choices += engine.submit(made)
         elif kind == "step":

@@ -291,6 +291,19 @@ def test_drafts_of_an_earlier_owner_are_never_verified(tiny, undrafted):
     assert int(output.tokens[0, 0]) == chosen[1, 1]
 
 
+def test_a_given_token_runs_in_place_of_the_one_that_was_chosen(tiny, undrafted):
+    """As after a preemption, when what was generated runs again."""
+    requests, chosen, _ = undrafted
+    server = serve(tiny)
+    begin(server, *requests)
+    for n in range(4):
+        state = server.cache.sampling
+        server.cache = server.cache.replace(sampling=state.replace(next_tokens=(state.next_tokens + 1) % 300))
+        output = server.speculate(*((r, 0) for r in requests), tokens=chosen[:, n].astype(np.int32))
+        assert output.tokens[:, 0].tolist() == chosen[:, n + 1].tolist()
+        assert output.counts.tolist() == [1, 1, 1]
+
+
 def test_a_request_stops_at_its_end(tiny, undrafted):
     """However many drafts are right; afterwards it runs nothing and stays as it is, beside one that goes on."""
     requests, chosen, _ = undrafted
@@ -462,6 +475,10 @@ def test_unusable_batches_and_caches_are_refused(tiny, tokens):
         pack(with_drafts_, [dataclasses.replace(request, max_drafts=5)], DRAFTS)
     with pytest.raises(ValueError, match="request 0: 2 pages of 8 do not cover 17 tokens"):
         pack(with_drafts_, [dataclasses.replace(request, end=17)], DRAFTS)
+    with pytest.raises(ValueError, match="request 0: max_drafts = 4: must be 0 with a token given"):
+        pack(with_drafts_, [dataclasses.replace(request, token=5)], DRAFTS)
+    with pytest.raises(ValueError, match=r"request 0: token: token id -2 is not in 0\.\."):
+        pack(with_drafts_, [dataclasses.replace(request, token=-2)], DRAFTS)
     with pytest.raises(ValueError, match="request 0: 136 tokens exceed the bucket's context of 128"):
         pack(with_drafts_, [dataclasses.replace(request, end=136, pages=range(17))], DRAFTS)
     with pytest.raises(ValueError, match="request 1: slot 0 is taken"):

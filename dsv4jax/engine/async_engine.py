@@ -333,6 +333,8 @@ def _chunk(sequence: Sequence, count: int, reason: FinishReason | None) -> Token
         top_logprobs=tuple(sequence.top_logprobs[first:count]) if wants else (),
         prompt_logprobs=prompt_logprobs,
         cached_tokens=max(sequence.first_cached, 0),
+        drafted=sequence.drafted,
+        accepted=sequence.accepted,
         finish_reason=reason,
         stop_reason=sequence.stop_reason if reason == "stop" else None,
         error=sequence.error,

@@ -2,11 +2,14 @@
 
 import collections
 import dataclasses
+import functools
 import logging
+import operator
 import time
 
 import numpy as np
 
+from dsv4jax.engine.draft_totals import DraftTotals
 from dsv4jax.engine.plan import Executor, StepPlan
 from dsv4jax.engine.records import BalanceStats, EngineStats, Observer, RankStats, RequestRecord, StepRecord
 from dsv4jax.engine.request import FinishReason, GenerationRequest
@@ -121,6 +124,9 @@ class Engine:
             schedule_seconds=schedule,
             update_seconds=update,
             gap_seconds=gap,
+            drafts=functools.reduce(
+                operator.add, (rank.drafts for rank in scheduler.ranks), DraftTotals.zero(scheduler.cfg.drafts)
+            ),
             compilations=compilations,
             ranks=ranks,
             balance=balance,
@@ -152,10 +158,15 @@ class Engine:
         record = StepRecord(
             number=result.number,
             prefill_requests=len(chunks),
-            decode_requests=sum(len(r.decodes.slots) for r in dispatched.plan.ranks if r.decodes is not None),
+            decode_requests=sum(
+                len(part.slots)
+                for rank in dispatched.plan.ranks
+                for part in (rank.decodes, rank.speculation)
+                if part is not None
+            ),
             cached_tokens=dispatched.cached_tokens,
             computed_tokens=sum(chunk.end - chunk.start for chunk in chunks),
-            output_tokens=len(update.news),
+            output_tokens=update.tokens,
             device_seconds=result.seconds,
             schedule_seconds=dispatched.schedule_seconds,
             update_seconds=time.perf_counter() - begin,
@@ -190,6 +201,9 @@ class Engine:
                 cached_tokens=max(s.first_cached, 0),
                 output_tokens=len(s.generated),
                 max_tokens=s.request.max_tokens,
+                draft_rounds=s.draft_rounds,
+                drafted=s.drafted,
+                accepted=s.accepted,
                 preemptions=s.preemptions,
                 finish_reason=s.finish_reason,
                 arrived=s.arrived,

@@ -18,10 +18,10 @@ from dsv4jax.batch import (
     DecodeTokens,
     PrefillBucket,
     PrefillChunk,
+    SpeculativeBatch,
+    SpeculativeRequest,
     StepBatch,
     concatenate_batches,
-    decode_batch,
-    prefill_batch,
 )
 from dsv4jax.engine.plan import (
     Decodes,
@@ -30,21 +30,25 @@ from dsv4jax.engine.plan import (
     Sampled,
     SlotMask,
     SlotStart,
+    Speculated,
+    Speculation,
     StepPlan,
     StepResult,
 )
-from dsv4jax.engine.programs import Programs
+from dsv4jax.engine.programs import Bucket, DraftBucket, Programs
 from dsv4jax.engine.records import BalanceStats
 from dsv4jax.engine.request import PromptLogprobs
 from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling import request_rows
 from dsv4jax.sampling_settings import RequestSampling
+from dsv4jax.speculation import DraftOutput, SpeculativeOutput
 from dsv4jax.steps import StepOutput
 
 _log = logging.getLogger(__name__)
 _BALANCE_EVERY = 100  # steps between two looks at how even the load is, each of which waits for the device
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_TIMED_STEPS = 5
 _GREEDY = RequestSampling(temperature=0.0, seed=0)
 
 
@@ -52,12 +56,12 @@ _GREEDY = RequestSampling(temperature=0.0, seed=0)
 class _Results:
     """What a program returned, over all ranks."""
 
-    output: StepOutput
+    output: StepOutput | SpeculativeOutput
     ranks: int
-    tile: int  # chunks of prompts begin at multiples of it in their rank's batch
+    tile: int = 1  # chunks of prompts begin at multiples of it in their rank's batch
 
     def of_rank(self, name: str, rank: int) -> np.ndarray:
-        """The rank's rows of an array of `StepOutput`, on the host."""
+        """The rank's rows of an array of the output, on the host."""
         array = np.asarray(getattr(self.output, name))
         rows = len(array) // self.ranks
         return array[rank * rows : (rank + 1) * rows]
@@ -68,6 +72,7 @@ class _Dispatched:
     plan: StepPlan
     prefill: _Results | None
     decode: _Results | None
+    speculation: _Results | None
     at: float
 
 
@@ -87,7 +92,8 @@ class CompileCounter:
 
 
 class JaxExecutor:
-    """Runs plans of all ranks of a layout: one program for the prefills of a step and one for its decodes.
+    """Runs plans of all ranks of a layout: one program each for the prefills of a step, its decodes, those with drafts,
+    and first drafts.
 
     A program runs on all ranks in the smallest bucket that holds each rank's part; a rank that has none takes part with
     a batch of nothing, which writes nothing. Of several processes, each of which gets the same plans, every one makes
@@ -149,8 +155,7 @@ class JaxExecutor:
         Raises what a program raises, such as a lack of memory.
         """
         programs = self._programs
-        buckets = [*programs.buckets.prefill, *programs.buckets.decode]
-        for bucket in tqdm(buckets, desc="warming up", unit="program", disable=not progress):
+        for bucket in tqdm(programs.buckets.steps, desc="warming up", unit="program", disable=not progress):
             output = self._run(bucket, [programs.nothing(bucket)] * len(self._local_ranks))
             jax.block_until_ready(output.tokens)
         self._start([SlotStart(0, np.zeros(1, np.int32), 0, _GREEDY, {})] * self._ranks)
@@ -161,6 +166,51 @@ class JaxExecutor:
             self.balance = _balance_stats(self._balancer.metrics())
         self.compilations.count = 0
         self._free_since = time.monotonic()
+
+    def measure_costs(self) -> dict[DecodeBucket, dict[int, float]]:
+        """Measures steps with drafts on short requests, and lets them choose by it how many drafts to verify.
+
+        Not with several processes, which would choose differently. Empties the cache.
+
+        Returns:
+          Seconds by the tokens that each rank verified, which `Programs.set_costs` was given.
+
+        Raises:
+          ValueError: the devices belong to several processes, or a bucket has pages for fewer tokens than are timed.
+        """
+        programs = self._programs
+        if programs.layout.spans_processes:
+            raise ValueError("measure_costs: the devices must belong to one process")
+        costs = {}
+        for bucket in programs.buckets.verify:
+            most = bucket.requests * bucket.tokens_per_request
+            totals = sorted({*(2**i for i in range(most.bit_length())), bucket.requests, most})
+            costs[bucket] = {total: self._seconds_of(bucket, total) for total in totals}
+            programs.set_costs(bucket, costs[bucket])
+        self.reset()
+        return costs
+
+    def _seconds_of(self, bucket: DecodeBucket, total: int) -> float:
+        """Time of a step in which each rank verifies `total` tokens of as few requests as can be."""
+        programs, width = self._programs, bucket.tokens_per_request
+        size, pages = programs.cache_cfg.page_size, programs.cache_cfg.pages
+        used = ceil_div((_TIMED_STEPS + 2) * width, size)
+        count = ceil_div(total, width)
+        rows = []
+        for slot in range(count):
+            drafts = total // count + (slot < total % count) - 1
+            own = (slot * used + np.arange(used, dtype=np.int32)) % pages
+            rows.append(SpeculativeRequest(slot, own, used * size, drafts, drafts, _GREEDY))
+        batches = [programs.batch(rows, bucket)] * self._ranks
+        self.reset()
+        jax.block_until_ready(self._run(bucket, batches).counts)  # only drafts: there were none yet
+        seconds = []
+        for _ in range(_TIMED_STEPS):
+            begin = time.monotonic()
+            output = self._run(bucket, batches)
+            jax.block_until_ready(output.counts)
+            seconds.append(time.monotonic() - begin)
+        return float(np.median(seconds))
 
     def dispatch(self, plan: StepPlan) -> None:
         """Starts a step; results start their way back.
@@ -181,7 +231,9 @@ class JaxExecutor:
             self._set_masks([rank.masks for rank in plan.ranks])
         prefill = self._prefill([rank.prefills for rank in plan.ranks])
         decode = self._decode([rank.decodes for rank in plan.ranks])
-        self._queue.append(_Dispatched(plan, prefill, decode, at))
+        speculation = self._speculate([rank.speculation for rank in plan.ranks])
+        self._draft_first([rank.first_drafts for rank in plan.ranks])
+        self._queue.append(_Dispatched(plan, prefill, decode, speculation, at))
         if self._strict and self.compilations.count > compiled:
             raise RuntimeError(f"step {plan.number} compiled {self.compilations.count - compiled} programs")
 
@@ -212,7 +264,7 @@ class JaxExecutor:
 
     def _result(self, step: _Dispatched, rank: int) -> RankResult:
         plan, sampling = step.plan.ranks[rank], self._sampling[rank]
-        prefills = decodes = None
+        prefills = decodes = speculation = None
         logprobs: tuple[PromptLogprobs | None, ...] = ()
         if plan.prefills:
             prefills = _sampled(step.prefill, rank, [sampling[p.slot] for p in plan.prefills])
@@ -222,7 +274,10 @@ class JaxExecutor:
                 logprobs = (None,) * len(plan.prefills)
         if plan.decodes is not None:
             decodes = _sampled(step.decode, rank, [sampling[slot] for slot in plan.decodes.slots.tolist()])
-        return RankResult(prefills, decodes, logprobs)
+        if plan.speculation is not None:
+            requests = [sampling[slot] for slot in plan.speculation.slots.tolist()]
+            speculation = _speculated(step.speculation, rank, requests)
+        return RankResult(prefills, decodes, logprobs, speculation)
 
     def _start(self, starts: Sequence[SlotStart | None]) -> None:
         """Starts at most one request on each rank."""
@@ -297,7 +352,7 @@ class JaxExecutor:
             )
             for c in chunks
         ]
-        return programs.with_rows(prefill_batch(programs.cfg, programs.cache_cfg, rows, bucket))
+        return programs.batch(rows, bucket)
 
     def _decode(self, ranks: Sequence[Decodes | None]) -> _Results | None:
         programs, given = self._programs, [rank for rank in ranks if rank is not None]
@@ -313,7 +368,7 @@ class JaxExecutor:
                 if decodes is not None:
                     for slot, token in zip(decodes.slots.tolist(), decodes.tokens.tolist(), strict=True):
                         history[slot] = (token, *history[slot])[: self._lookback]
-        return _Results(output, self._ranks, 1)
+        return _Results(output, self._ranks)
 
     def _decode_batch(self, rank: int, decodes: Decodes | None, bucket: DecodeBucket) -> StepBatch:
         programs, sampling, history = self._programs, self._sampling[rank], self._history[rank]
@@ -324,19 +379,64 @@ class JaxExecutor:
             DecodeTokens((token,), start, slot, pages, sampling[slot], history[slot] if self._tokens_on_host else ())
             for token, start, slot, pages in zip(tokens, starts, slots, decodes.page_table, strict=True)
         ]
-        return programs.with_rows(decode_batch(programs.cfg, programs.cache_cfg, rows, bucket))
+        return programs.batch(rows, bucket)
 
-    def _run(self, bucket: PrefillBucket | DecodeBucket, batches: list[StepBatch]) -> StepOutput:
+    def _speculate(self, ranks: Sequence[Speculation | None]) -> _Results | None:
+        programs, given = self._programs, [rank for rank in ranks if rank is not None]
+        if not given:
+            return None
+        bucket = programs.buckets.for_decode(
+            max(len(speculation.slots) for speculation in given),
+            ceil_div(max(int(_reached(speculation).max()) for speculation in given), programs.cache_cfg.page_size),
+            drafts=True,
+        )
+        output = self._run(bucket, [self._speculative_batch(i, ranks[i], bucket) for i in self._local_ranks])
+        return _Results(output, self._ranks)
+
+    def _speculative_batch(self, rank: int, plan: Speculation | None, bucket: DecodeBucket) -> SpeculativeBatch:
+        if plan is None:
+            return self._programs.nothing(bucket)
+        columns = (plan.slots, _reached(plan), plan.max_drafts, plan.min_drafts, plan.tokens)
+        rows = [
+            SpeculativeRequest(slot, pages, end, most, least, self._sampling[rank][slot], token)
+            for slot, end, most, least, token, pages in zip(
+                *(c.tolist() for c in columns), plan.page_table, strict=True
+            )
+        ]
+        return self._programs.batch(rows, bucket)
+
+    def _draft_first(self, ranks: Sequence[tuple[int, ...]]) -> None:
+        if not any(ranks):
+            return
+        most = max(map(len, ranks))
+        bucket = min((b for b in self._programs.buckets.draft if b.requests >= most), key=lambda b: b.requests)
+        batches = []
+        for rank in self._local_ranks:
+            rows = [
+                SpeculativeRequest(slot, np.zeros(0, np.int32), 0, 0, sampling=self._sampling[rank][slot])
+                for slot in ranks[rank]
+            ]
+            batches.append(self._programs.batch(rows, bucket))
+        self._run(bucket, batches)
+
+    def _run(
+        self, bucket: Bucket, batches: list[StepBatch] | list[SpeculativeBatch]
+    ) -> StepOutput | SpeculativeOutput | DraftOutput:
         """One program, with a batch for each rank."""
         programs = self._programs
         batch = batches[0] if len(batches) == 1 else concatenate_batches(batches)
         batch = programs.layout.put(batch)
-        placement = {} if self._balancer is None else {"placement": self._placement}
-        self._cache, output = programs.step(bucket)(self._params, self._cache, batch, **placement)
+        options = {}
+        if self._balancer is not None and not isinstance(bucket, DraftBucket):
+            options["placement"] = self._placement
+        self._cache, output = programs.step(bucket)(self._params, self._cache, batch, **options)
+        if isinstance(bucket, DraftBucket):
+            return output
         if self._balancer is not None:
             self._balancer.record(output.expert_load, "prefill" if isinstance(bucket, PrefillBucket) else "decode")
-        output.tokens.copy_to_host_async()
-        output.logprobs.copy_to_host_async()
+        names = ("tokens", "logprobs", "counts", "verified")
+        for array in (getattr(output, name) for name in names if hasattr(output, name)):
+            array.copy_to_host_async()
         return output
 
     @property
@@ -363,6 +463,19 @@ def _sampled(results: _Results, rank: int, sampling: list[RequestSampling]) -> S
     return Sampled(
         tokens, logprobs, results.of_rank("top_tokens", rank)[rows], results.of_rank("top_logprobs", rank)[rows]
     )
+
+
+def _speculated(results: _Results, rank: int, sampling: list[RequestSampling]) -> Speculated:
+    """The tokens of each of the rank's rows, with the best ones if any request asks for them."""
+    names = ["counts", "verified", "tokens", "logprobs"]
+    if max(s.top_logprobs for s in sampling) > 0:
+        names += ["top_tokens", "top_logprobs"]
+    return Speculated(*(results.of_rank(name, rank)[: len(sampling)] for name in names))
+
+
+def _reached(speculation: Speculation) -> np.ndarray:
+    """Tokens that each request may run at most, from its first on; its pages cover them."""
+    return np.minimum(speculation.ends, speculation.positions + 1 + speculation.max_drafts)
 
 
 def _prompt_logprobs(results: _Results, rank: int, chunks: tuple[Prefill, ...]) -> tuple[PromptLogprobs, ...]:

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from dsv4jax.engine.plan import Decodes, Prefill, RankPlan, SlotMask, SlotStart, StepPlan
+from dsv4jax.engine.plan import Decodes, Prefill, RankPlan, SlotMask, SlotStart, Speculation, StepPlan
 from dsv4jax.sampling_settings import RequestSampling
 
 Prompts = dict[tuple[int, int], np.ndarray]
 """By rank and slot: the tokens that the slot was started with last."""
 
+_RUNNING = {"decodes": Decodes, "speculation": Speculation}
 _HEADER_LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8  # bytes; numpy reads aligned arrays in place
 
@@ -58,8 +59,9 @@ def plan_to_json(plan: StepPlan, array: Callable[[np.ndarray], Any] | None = Non
             starts.append(fields(start) | plain)
         masks = [[m.slot, None if m.mask is None else array(m.mask)] for m in rank.masks]
         prefills = [fields(chunk, without="tokens") for chunk in rank.prefills]
-        decodes = None if rank.decodes is None else fields(rank.decodes)
-        ranks.append({"starts": starts, "masks": masks, "prefills": prefills, "decodes": decodes})
+        running = {name: (part := getattr(rank, name)) and fields(part) for name in _RUNNING}
+        written = {"starts": starts, "masks": masks, "prefills": prefills, "first_drafts": list(rank.first_drafts)}
+        ranks.append(written | running)
     return {"number": plan.number, "ranks": ranks}
 
 
@@ -87,10 +89,11 @@ def plan_from_json(value: Any, prompts: Prompts, array: Callable[[Any], np.ndarr
         prefills = tuple(
             Prefill(**p | {"tokens": prompts[number, p["slot"]], "pages": array(p["pages"])}) for p in rank["prefills"]
         )
-        decodes = rank["decodes"]
-        if decodes is not None:
-            decodes = Decodes(**{name: array(item) for name, item in decodes.items()})
-        ranks.append(RankPlan(starts, masks, prefills, decodes))
+        running = {
+            name: rank[name] and kind(**{field: array(item) for field, item in rank[name].items()})
+            for name, kind in _RUNNING.items()
+        }
+        ranks.append(RankPlan(starts, masks, prefills, first_drafts=tuple(rank["first_drafts"]), **running))
     return StepPlan(value["number"], tuple(ranks))
 
 
@@ -192,9 +195,11 @@ def _with_page_tables(
     """The plan with each rank's page table replaced by `change` of it."""
     ranks = list(plan.ranks)
     for number, rank in enumerate(ranks):
-        if (decodes := rank.decodes) is not None:
-            table = change(tables.setdefault(number, _PageTables()), decodes.slots, decodes.page_table)
-            ranks[number] = dataclasses.replace(rank, decodes=dataclasses.replace(decodes, page_table=table))
+        for name in _RUNNING:
+            if (part := getattr(rank, name)) is not None:
+                table = change(tables.setdefault(number, _PageTables()), part.slots, part.page_table)
+                part = dataclasses.replace(part, page_table=table)
+                ranks[number] = dataclasses.replace(ranks[number], **{name: part})
     return dataclasses.replace(plan, ranks=tuple(ranks))
 
 

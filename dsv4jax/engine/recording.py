@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dsv4jax.engine.plan import Executor, RankResult, Sampled, StepPlan, StepResult
+from dsv4jax.engine.plan import Executor, RankResult, Sampled, Speculated, StepPlan, StepResult
 from dsv4jax.engine.plan_codec import Prompts, plan_from_json, plan_to_json, take_prompts
 from dsv4jax.engine.request import PromptLogprobs
 
-_HEADER = {"recording": "dsv4jax.engine", "version": 1}
+_HEADER = {"recording": "dsv4jax.engine", "version": 2}
 
 
 class ReplayDifference(Exception):
@@ -205,20 +205,18 @@ def _result_from_json(result: Any) -> StepResult:
     ranks = []
     for rank in result["ranks"]:
         logprobs = tuple(p and _prompt_logprobs(p) for p in rank["prompt_logprobs"])
-        ranks.append(RankResult(_sampled(rank["prefills"]), _sampled(rank["decodes"]), logprobs))
+        speculation = rank["speculation"] and Speculated(**_arrays(rank["speculation"]))
+        ranks.append(RankResult(_sampled(rank["prefills"]), _sampled(rank["decodes"]), logprobs, speculation))
     return StepResult(**result | {"ranks": tuple(ranks)})
 
 
 def _sampled(value: Any) -> Sampled | None:
-    if value is None:
-        return None
-    top_tokens, top_logprobs = value["top_tokens"], value["top_logprobs"]
-    return Sampled(
-        _ints(value["tokens"]),
-        _floats(value["logprobs"]),
-        None if top_tokens is None else _ints(top_tokens),
-        None if top_logprobs is None else _floats(top_logprobs),
-    )
+    return value and Sampled(**_arrays(value))
+
+
+def _arrays(value: dict[str, Any]) -> dict[str, np.ndarray | None]:
+    """Arrays of a `Sampled` or `Speculated`."""
+    return {name: array and (_floats if name.endswith("logprobs") else _ints)(array) for name, array in value.items()}
 
 
 def _prompt_logprobs(value: Any) -> PromptLogprobs:

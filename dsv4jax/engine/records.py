@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Float64
 
+from dsv4jax.engine.draft_totals import DraftTotals
 from dsv4jax.engine.request import FinishReason
 
 
@@ -49,6 +50,10 @@ class RequestRecord:
     cached_tokens: int
     output_tokens: int
     max_tokens: int
+    draft_rounds: int
+    """Verifications with drafts; the next two are the drafts verified in them, and those accepted."""
+    drafted: int
+    accepted: int
     preemptions: int
     finish_reason: FinishReason
     arrived: float
@@ -109,6 +114,7 @@ class EngineStats:
     schedule_seconds: float
     update_seconds: float
     gap_seconds: float
+    drafts: DraftTotals
     compilations: int
     """Programs compiled after warm-up."""
     ranks: tuple[RankStats, ...]

@@ -1,9 +1,10 @@
 """Which requests run in the next step: pure policy over queues, slots and pages. No device, no clock, no threads.
 
 One scheduler decides for all data-parallel ranks, which run each step together; a rank without work has an empty part
-in it. One step may carry prefill chunks and one token of every running request. The order of events for each step is
-`schedule`, dispatch, later `update`; other steps may be in flight in between, so that a choice may have tokens that
-only the device knows, and a finished or preempted one may still be computed once more, which nobody reads.
+in it. One step may carry prefill chunks and the next tokens of every running request. The order of events for each step
+is `schedule`, dispatch, later `update`; other steps may be in flight in between, so that a choice may have tokens that
+only the device knows, and a finished or preempted one may still be computed once more, which nobody reads. With drafts
+a step brings a choice one token or several, and while it is in flight the host does not know how many; see `rank`.
 
 A waiting request goes to a rank with a free slot and pages for it, and of these to the one that will have the least
 load with it. Load is counted in tokens of prefill: those left to run, 256 more for each running request, 1/64 more for
@@ -21,10 +22,18 @@ import collections
 import dataclasses
 
 from dsv4jax.engine.chunking import plan_chunks
+from dsv4jax.engine.in_flight import InFlight, Update
 from dsv4jax.engine.page_pool import PrefixHasher
-from dsv4jax.engine.plan import Prefill, StepPlan, StepResult
-from dsv4jax.engine.rank import Failures, InFlight, Rank, Update
-from dsv4jax.engine.request import FinishReason, GenerationRequest, QueueFull, RequestTooLarge, TooManyChoices
+from dsv4jax.engine.plan import Decodes, Prefill, Speculation, StepPlan, StepResult
+from dsv4jax.engine.rank import Failures, Rank
+from dsv4jax.engine.request import (
+    FinishReason,
+    GenerationRequest,
+    QueueFull,
+    RequestTooLarge,
+    TooManyChoices,
+    TooManyDrafts,
+)
 from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
 
@@ -73,7 +82,8 @@ class Scheduler:
         """Whether the requests can be taken together, besides others that are announced but not submitted yet.
 
         Raises:
-          RequestTooLarge: one of them could never run here, or together they have more choices than may wait.
+          RequestTooLarge: one of them could never run here, or together they have more choices than may wait;
+            `TooManyDrafts` and `TooManyChoices` are its kinds that the size of the context does not explain.
           QueueFull: too much is waiting already.
         """
         cfg = self.cfg
@@ -92,6 +102,9 @@ class Scheduler:
 
     def _check_size(self, request: GenerationRequest) -> None:
         cfg = self.cfg
+        if (request.drafts or 0) > cfg.drafts:
+            most = f"makes at most {cfg.drafts}" if cfg.drafts else "makes none"
+            raise TooManyDrafts(f"drafts = {request.drafts}: this engine {most}")
         prompt, total = len(request.prompt), len(request.prompt) + request.max_tokens
         if total > cfg.max_model_len:
             raise RequestTooLarge(
@@ -164,14 +177,16 @@ class Scheduler:
         prefill &= not both or self._steps % self.cfg.prefill_every == 0
         decode &= not both or self._steps % self.cfg.decode_every == 0
         failed: Failures = []
-        decodes = [rank.plan_decodes(self._preempt, failed) if decode else None for rank in self.ranks]
+        decodes = self._plan_decodes(failed) if decode else [(None, None)] * len(self.ranks)
         prefills = self._plan_prefills(failed) if prefill else [()] * len(self.ranks)
         for sequence, error in failed:
             self.finish(sequence, "error", error)
         ended = [sequence for sequence, _ in failed]
-        if not any(prefills) and all(d is None for d in decodes):
+        if not any(prefills) and not any(part is not None for parts in decodes for part in parts):
             return None, ended
-        plans, parts = zip(*map(Rank.take_plan, self.ranks, prefills, decodes), strict=True)
+        plans, parts = zip(
+            *(rank.take_plan(p, *d) for rank, p, d in zip(self.ranks, prefills, decodes, strict=True)), strict=True
+        )
         step = StepPlan(self._steps, plans)
         self._in_flight.append(InFlight(self._steps, list(parts)))
         self._steps += 1
@@ -235,6 +250,16 @@ class Scheduler:
           loads: of all ranks.
         """
         return min(fits, key=lambda fit: loads[fit[0].number] - fit[0].saved_tokens(fit[1]))
+
+    def _plan_decodes(self, failed: Failures) -> list[tuple[Decodes | None, Speculation | None]]:
+        """One program for all: with drafts if a request anywhere verifies any, so that weights are read once.
+
+        In deterministic mode the others do not decide which one.
+        """
+        chosen = [rank.choose_decodes(failed) for rank in self.ranks]
+        speculate = any(map(Rank.must_speculate, self.ranks, chosen))
+        speculate |= self.cfg.deterministic and self.cfg.drafts > 0
+        return [rank.plan_decodes(c, speculate, self._preempt) for rank, c in zip(self.ranks, chosen, strict=True)]
 
     def _plan_prefills(self, failed: Failures) -> list[tuple[Prefill, ...]]:
         chunks = plan_chunks([rank.ready_prefills(failed) for rank in self.ranks], self.cfg, self._prompt_logprobs)

@@ -24,6 +24,7 @@ class SchedulerConfig:
       prefix_cache: keep pages of earlier requests for reuse.
       deterministic: results do not depend on what else is running or cached: only pages written by prefill are reused,
         and generated tokens lost to a preemption are run again one by one. Needs `replay.mode` "exact".
+      drafts: the most drafts that a request verifies in a step; 0 if the model drafts none.
       tokens_on_host: a token must be known to the host before it can be run, so steps do not overlap.
       namespace: names the model, the cache layout and the tokenizer that page keys belong to.
 
@@ -50,13 +51,14 @@ class SchedulerConfig:
     max_overtakes: int = 256
     prefix_cache: bool = True
     deterministic: bool = False
+    drafts: int = 0
     tokens_on_host: bool = False
     namespace: bytes = b""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is int and field.name != "eos_id" and value < 1:
+            if field.type is int and field.name not in ("eos_id", "drafts") and value < 1:
                 raise ValueError(f"{field.name} = {value}: must be at least 1")
         if self.prefill_tokens < self.tile * self.prefill_requests:
             raise ValueError(
@@ -69,5 +71,11 @@ class SchedulerConfig:
             )
         if self.prefill_context is not None and self.prefill_context < 1:
             raise ValueError(f"prefill_context = {self.prefill_context}: must be at least 1, or None")
+        if self.drafts < 0:
+            raise ValueError(f"drafts = {self.drafts}: must be at least 0")
+        if self.drafts and self.tokens_on_host:
+            raise ValueError(
+                f"drafts = {self.drafts}: must be 0 with tokens_on_host, because only the device knows drafted tokens"
+            )
         if self.deterministic and self.replay.mode != "exact":
             raise ValueError(f"deterministic: replay must be 'exact', not {self.replay.mode!r}")

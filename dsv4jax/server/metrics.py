@@ -195,9 +195,12 @@ class PrometheusObserver:
         yield counter("vllm:generation_tokens", "Generated tokens.", stats.output_tokens)
         yield counter("vllm:request_success", "Ended choices.", success, "finished_reason")
         yield counter("vllm:admission_rejections", "Requests not admitted.", rejections, "reason")
-        for name in ("drafts", "draft_tokens", "accepted_tokens"):
-            yield counter(f"vllm:spec_decode_num_{name}", "Speculative decoding: not used, always 0.", 0)
-        yield counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Speculative decoding: not used.", {}, "position")
+        drafts = stats.drafts
+        by_place = {str(i): count for i, count in enumerate(drafts.accepted)}
+        yield counter("vllm:spec_decode_num_drafts", "Verifications of a request with drafts.", drafts.rounds)
+        yield counter("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", sum(drafts.verified))
+        yield counter("vllm:spec_decode_num_accepted_tokens", "Accepted drafts.", sum(drafts.accepted))
+        yield counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by place.", by_place, "position")
         for name in ("queries", "hits"):
             yield counter(f"vllm:mm_cache_{name}", "Image cache: not used, always 0.", 0)
         info = GaugeMetricFamily(
@@ -207,6 +210,16 @@ class PrometheusObserver:
         yield info
 
         yield counter("dsv4jax:compilations", "Programs compiled after warm-up.", stats.compilations)
+        length = 1 + sum(drafts.accepted) / drafts.rounds if drafts.rounds else 0.0
+        yield gauge("dsv4jax:acceptance_length", "Mean tokens of a verification with drafts; 0 before any.", length)
+        verified = {str(i): count for i, count in enumerate(drafts.verified)}
+        yield counter("dsv4jax:verified_drafts", "Drafts that were verified, by place.", verified, "position")
+        yield counter(
+            "dsv4jax:withheld_drafts",
+            "Steps in which a request that wants drafts verified none, by reason.",
+            drafts.withheld,
+            "reason",
+        )
         yield counter("dsv4jax:steps", "Steps processed.", stats.steps)
         tokens = {"cached": stats.cached_tokens, "computed": stats.computed_tokens, "output": stats.output_tokens}
         yield counter("dsv4jax:tokens", "Tokens: prompt cached, prompt computed, generated.", tokens, "kind")
