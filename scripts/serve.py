@@ -244,13 +244,8 @@ def _drafts(cfg: ModelConfig) -> int:
 
 
 def _engine(
-    model: Path,
-    cfg: ModelConfig,
-    numerics: Numerics,
-    tokenizer: Tokenizer,
-    name: str,
-    stack: contextlib.ExitStack,
-) -> tuple[AsyncEngine, PrometheusObserver] | None:
+    model: Path, cfg: ModelConfig, tokenizer: Tokenizer, name: str, stack: contextlib.ExitStack
+) -> tuple[AsyncEngine, PrometheusObserver, Numerics] | None:
     """Plans memory, compiles, loads and starts; ready for requests. None: process 0 has done its work with this one.
 
     Args:
@@ -280,7 +275,7 @@ def _engine(
         join_cluster(channel_config)
         if ranks != jax.device_count():
             raise ValueError(f"--ranks={ranks}: all processes together have {jax.device_count()} devices")
-    layout = single() if ranks == 1 else decode_dep(ranks)
+    layout, numerics = single() if ranks == 1 else decode_dep(ranks), _numerics(cfg)
 
     balancer, expert_slots = _balancer(cfg, ranks), _EXPERT_SLOTS.value
     options = {"tables_on_device": on_device, "expert_slots": expert_slots, "fraction": _MEMORY_FRACTION.value}
@@ -386,7 +381,7 @@ def _engine(
     )
     engine.start()
     asyncio.run(engine.warm_up())
-    return engine, observer
+    return engine, observer, numerics
 
 
 def _run() -> None:
@@ -419,14 +414,13 @@ def _run() -> None:
     cfg = ModelConfig.from_checkpoint(model)
     tokenizer = Tokenizer.from_checkpoint(model)
     names = tuple(_SERVED_NAMES.value) or (model.resolve().name,)
-    numerics = _numerics(cfg)
     with contextlib.ExitStack() as stack:
         if _PROCESS.value:
-            _engine(model, cfg, numerics, tokenizer, names[0], stack)
+            _engine(model, cfg, tokenizer, names[0], stack)
             return
         listener = stack.enter_context(listening(config))
         with loading(config, listener):
-            engine, observer = _engine(model, cfg, numerics, tokenizer, names[0], stack)
+            engine, observer, numerics = _engine(model, cfg, tokenizer, names[0], stack)
             application = _app(config, engine, observer, model, cfg, numerics, tokenizer, names)
         print(f"ready {time.perf_counter() - begin:.1f} s after the start: {names[0]} at {_UDS.value or _HOST.value}")
         serve(application, listener)
