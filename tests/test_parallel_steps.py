@@ -10,7 +10,8 @@ from checkpoint_files import run_python
 PROGRAM = """
 import dataclasses, sys
 import jax, numpy as np
-from golden import NOQUANT, small_model
+from device_engine import CFG
+from golden import NOQUANT
 from parallel import Ranks
 from serving import Request
 from dsv4jax.batch import DecodeBucket, PrefillBucket
@@ -20,7 +21,7 @@ from sharding import decode_dep, latency
 from sharding.placement import placement_from_owners
 
 def config(experts):
-    return dataclasses.replace(small_model().cfg, n_routed_experts=experts, dspark_n_routed_experts=experts)
+    return dataclasses.replace(CFG, n_routed_experts=experts, dspark_n_routed_experts=experts)
 
 PREFILL, DECODE = PrefillBucket(tokens=56, requests=3, pages=6, tile=8), DecodeBucket(3, 6, tokens_per_request=2)
 
