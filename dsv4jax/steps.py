@@ -101,26 +101,23 @@ def prefill_step(
       layout: devices and what each of them does.
       placement: where the experts of the backbone layers are; None if expert e is in slot e.
     """
-
-    def step(weights: Any, cache: Cache, batch: StepBatch) -> tuple[Any, Array]:
-        params, placement = weights
-        return _prefill(params, cache, batch, cfg, numerics, collect, layout, placement)
-
-    (cache, output), load = layout.map(step, (params, placement), cache, batch)
+    run = functools.partial(_prefill, cfg=cfg, numerics=numerics, collect=collect, layout=layout)
+    (cache, output), load = layout.map(run, (params, placement), cache, batch)
     return cache, _readable(output.replace(expert_load=load), layout)
 
 
 def _prefill(
-    params: dict[str, Any],
+    weights: tuple[dict[str, Any], ExpertPlacement | None],
     cache: Cache,
     batch: StepBatch,
+    *,
     cfg: ModelConfig,
     numerics: Numerics,
     collect: bool,
     layout: Layout,
-    placement: ExpertPlacement | None,
 ) -> tuple[tuple[Cache, StepOutput], Array]:
-    """One rank's prefill, and the expert load of all."""
+    """One rank's prefill with (params, placement), and the expert load of all."""
+    params, placement = weights
     model = merge(cfg, params)
     out = model.text(batch, cache, decode=False, numerics=numerics, devices=layout, placement=placement)
     logits = model.logits(last_tokens(out.hidden, out.layout))[:, None]
@@ -166,26 +163,23 @@ def decode_step(
     slack = cache.ngram_ids.shape[1] - (cfg.engram_max_ngram_size - 1)
     if batch.tile > slack:
         raise ValueError(f"tokens_per_request = {batch.tile}: the cache was made with slack = {slack}")
-
-    def step(weights: Any, cache: Cache, batch: StepBatch) -> tuple[Any, Array]:
-        params, placement = weights
-        return _decode(params, cache, batch, cfg, numerics, collect, layout, placement)
-
-    (cache, output), load = layout.map(step, (params, placement), cache, batch)
+    run = functools.partial(_decode, cfg=cfg, numerics=numerics, collect=collect, layout=layout)
+    (cache, output), load = layout.map(run, (params, placement), cache, batch)
     return cache, _readable(output.replace(expert_load=load), layout)
 
 
 def _decode(
-    params: dict[str, Any],
+    weights: tuple[dict[str, Any], ExpertPlacement | None],
     cache: Cache,
     batch: StepBatch,
+    *,
     cfg: ModelConfig,
     numerics: Numerics,
     collect: bool,
     layout: Layout,
-    placement: ExpertPlacement | None,
 ) -> tuple[tuple[Cache, StepOutput], Array]:
-    """One rank's decode, and the expert load of all."""
+    """One rank's decode with (params, placement), and the expert load of all."""
+    params, placement = weights
     model, batch = merge(cfg, params), _with_next_tokens(batch, cache)
     out = model.text(batch, cache, decode=True, numerics=numerics, devices=layout, placement=placement)
     shape = (batch.slots.shape[0], batch.tile)

@@ -163,6 +163,7 @@ class _Channel:
             self.fail(self._lost(connection.process, error))
 
     def _received(self, process: int, kind: Kind, body: bytes) -> None:
+        """Takes a message; each end of the channel has its own."""
         raise NotImplementedError
 
     def _left(self, process: int) -> None:

@@ -164,8 +164,7 @@ class Programs:
           tables, token_map: Engram tables on the host, and `params["engram_token_map"]` for them; not with drafts.
           params: parameters whose shapes to compile for; None for those of a checkpoint, packed if `numerics` want it.
           expert_slots: of each rank, for the experts of a backbone layer; the steps of these then take an
-            `ExpertPlacement`.
-            None for experts that stay where they are.
+            `ExpertPlacement`. None for experts that stay where they are.
         """
         self.cfg, self.cache_cfg, self.buckets, self.numerics = cfg, cache_cfg, buckets, numerics
         self.layout, self.tables, self._token_map = layout, tables, token_map
