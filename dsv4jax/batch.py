@@ -7,11 +7,12 @@ every request's range. Both read nothing that matters and write nothing.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import flax.struct
+import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int, Int32
+from jaxtyping import Bool, Float, Int, Int32, UInt32
 
 from dsv4jax.cache import CacheConfig
 from dsv4jax.config import ModelConfig
@@ -154,6 +155,57 @@ class DecodeTokens:
     history: Sequence[int] = ()
 
 
+@flax.struct.dataclass
+class SpeculativeBatch:
+    """Arguments of a step that drafts or verifies, one row per request; its tokens and their position are in the slots.
+
+    `tile` is the most tokens a request runs: the newest chosen one and the drafts after it.
+    """
+
+    slots: Int32[Any, " requests"]
+    tokens: Int32[Any, " requests"]
+    """The newest chosen token of each, or NEXT_TOKEN for that of its slot."""
+    ends: Int32[Any, " requests"]
+    """No token at this position or beyond is run."""
+    min_drafts: Int32[Any, " requests"]
+    max_drafts: Int32[Any, " requests"]
+    page_table: Int32[Any, "requests pages"]
+    sampling: SamplingParams
+    allowed: UInt32[Any, "requests tokens words"] | None = None
+    """Tokens that may follow each token of a request if the drafts up to it stand, as in `set_allowed_tokens`; None for
+    the masks of the slots. For a host that has read the drafts."""
+    num_slots: int = flax.struct.field(pytree_node=False, default=0)
+    page_size: int = flax.struct.field(pytree_node=False, default=0)
+    """Of the cache the batch was made for."""
+    tile: int = flax.struct.field(pytree_node=False, default=1)
+
+
+Batch = TypeVar("Batch", StepBatch, SpeculativeBatch)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeRequest:
+    """One running request in a step that drafts or verifies.
+
+    Args:
+      pages: must cover `end` tokens.
+      end: where the request ends at the latest, or as far as its pages reach for now. The token at `end` may be chosen
+        but is not run: with a prompt of n tokens and m to generate, n + m - 1.
+      token: to run in place of the newest chosen token, with no drafts after it: a token that is known from an earlier
+        run of the request and may differ from what its slot has chosen.
+      max_drafts: drafts to verify at most; fewer are if fewer are there or `end` is near.
+      min_drafts: where a step chooses how many pay, no fewer than this; equal to `max_drafts` for a fixed number.
+    """
+
+    slot: int
+    pages: Sequence[int] | Int32[np.ndarray, " pages"]
+    end: int
+    max_drafts: int
+    min_drafts: int = 0
+    sampling: RequestSampling = RequestSampling()
+    token: int = NEXT_TOKEN
+
+
 @runtime_checkable
 class EngramTables(Protocol):
     """Engram tables on the host."""
@@ -293,6 +345,64 @@ def decode_batch(
         sampling=sampling_params([r.sampling for r in requests], bucket.requests),
         tile=width,
     )
+
+
+def speculative_batch(
+    cfg: ModelConfig, cache_cfg: CacheConfig, requests: Sequence[SpeculativeRequest], bucket: DecodeBucket
+) -> SpeculativeBatch:
+    """Packs running requests whose tokens and position only the device need know.
+
+    Raises:
+      ValueError: the cache is made without drafts, the bucket has more tokens per request than there can be, a request
+        wants more drafts than the bucket takes or a given token as well, or as `prefill_batch`.
+    """
+    width = bucket.tokens_per_request
+    if cache_cfg.drafts is None:
+        raise ValueError("drafts = None: the cache holds no drafts to run")
+    limit = min(cache_cfg.slack, cfg.dspark_block_size + 1)
+    if width > limit:
+        raise ValueError(
+            f"tokens_per_request = {width}: at most {limit}, of slack = {cache_cfg.slack} and one more than"
+            f" dspark_block_size = {cfg.dspark_block_size}"
+        )
+    for row, request in enumerate(requests):
+        if not 0 <= request.max_drafts < width:
+            raise ValueError(f"request {row}: max_drafts = {request.max_drafts} is not in 0..{width - 1}")
+        if not 0 <= request.min_drafts <= request.max_drafts:
+            raise ValueError(
+                f"request {row}: min_drafts = {request.min_drafts} is not in 0..{request.max_drafts}, its max_drafts"
+            )
+        if request.token != NEXT_TOKEN:
+            token_ids([request.token], cfg.vocab_size, f"request {row}: token")
+            if request.max_drafts:
+                raise ValueError(f"request {row}: max_drafts = {request.max_drafts}: must be 0 with a token given")
+    count = len(requests)
+    # No token has a known position: what counts is where the requests end.
+    layout = _layout(
+        cfg, cache_cfg, bucket.requests, bucket.requests * width, bucket.pages, [r.slot for r in requests],
+        [r.end for r in requests], np.zeros(count, np.int64), np.arange(count) * width, [r.pages for r in requests],
+    )  # fmt: skip
+    tokens = np.full(bucket.requests, NEXT_TOKEN, np.int32)
+    tokens[:count] = [r.token for r in requests]
+    limits = np.zeros((2, bucket.requests), np.int32)
+    limits[:, :count] = [r.min_drafts for r in requests], [r.max_drafts for r in requests]
+    return SpeculativeBatch(
+        slots=layout["slots"],
+        tokens=tokens,
+        ends=layout["starts"],
+        min_drafts=limits[0],
+        max_drafts=limits[1],
+        page_table=layout["page_table"],
+        sampling=sampling_params([r.sampling for r in requests], bucket.requests),
+        num_slots=cache_cfg.slots,
+        page_size=cache_cfg.page_size,
+        tile=width,
+    )
+
+
+def concatenate_batches(batches: Sequence[Batch]) -> Batch:
+    """The batch of several ranks: the arrays of each one after the other. All must be of one bucket."""
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
 
 
 def _decode_ids(requests: Sequence[DecodeTokens], lengths: np.ndarray, vocab: int) -> np.ndarray:

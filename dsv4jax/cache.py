@@ -6,13 +6,15 @@ read by `slack` rows, so that up to `slack` unverified tokens can be run and tak
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float32, Int, Int32
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.engram_hash import DEAD
@@ -29,11 +31,14 @@ from dsv4jax.quant import (
     unpack_nvfp4,
 )
 from dsv4jax.sampling import SamplingState, init_sampling_state
+from sharding import SINGLE, Layout
+
+DraftNoise = Literal["shared", "own"]
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
-    """Sizes of a cache.
+    """Sizes of the cache of one rank.
 
     Raises:
       ValueError: a size is not allowed; the message names it.
@@ -45,11 +50,18 @@ class CacheConfig:
     """Tokens per page; a multiple of 2, so that no ratio-2 group crosses a page."""
     slack: int = 8
     """Tokens one decode step may run per request, all but the first of which may be rejected later."""
+    drafts: DraftNoise | None = None
+    """Whether the draft stages run, and with which noise requests that sample are drafted for: what the model's own
+    tokens will be drawn with ("shared"), or noise of their own ("own"), for which the cache keeps what drafts are drawn
+    from. `dsv4jax.verification` says what follows. The cache then has the rings of the stages and their results, and
+    every step keeps these up."""
 
     def __post_init__(self):
         for name in ("slots", "pages", "page_size", "slack"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.drafts not in (None, "shared", "own"):
+            raise ValueError(f"drafts = {self.drafts!r}: must be None, 'shared' or 'own'")
         if self.page_size % 2:
             raise ValueError(f"page_size = {self.page_size}: must be a multiple of 2")
 
@@ -83,6 +95,28 @@ INDEX_KEY = RecordFormat(pack_mxfp4, unpack_mxfp4, record_bytes_mxfp4)
 
 
 @flax.struct.dataclass
+class DraftState:
+    """What is drafted for the request in each slot. Its newest chosen token is `SamplingState.next_tokens`."""
+
+    positions: Int32[Array, " slots"]
+    """Of the newest chosen token, which has not been run yet."""
+    counts: Int32[Array, " slots"]
+    """Drafts that follow that token: the block size after a draft round, 0 after every other step."""
+    tokens: Int32[Array, "slots block"]
+    logits: Float32[Array, "slots block vocab"] | None
+    """What each draft was drawn from; None where the noise is shared."""
+    confidences: Float32[Array, "slots block"]
+    """Logit of the probability that a draft is accepted if those before it are."""
+
+    def without_drafts(self, slots: Int32[Array, " requests"], positions: Int32[Array, " requests"]) -> "DraftState":
+        """After a step that leaves the newest chosen token of some slots at `positions`."""
+        return self.replace(
+            positions=self.positions.at[slots].set(positions, mode="drop"),
+            counts=self.counts.at[slots].set(0, mode="drop"),
+        )
+
+
+@flax.struct.dataclass
 class Cache:
     """All device state. Records are bytes: 288 B entries, 68 B index keys, 528 B window keys at released widths."""
 
@@ -95,19 +129,30 @@ class Cache:
     open_groups: tuple[Array, ...]
     """Per ratio-2 source [slots, ring, 2, head_dim] fp32: v and s of the first token of a group, at group % ring."""
     draft_windows: tuple[Array, ...]
-    """Per draft stage [slots, ring, record]."""
+    """Per draft stage [slots, ring, record], at position % ring; empty in a cache without drafts."""
     ngram_ids: Int[Array, "slots ring"]
     """Compressed ids of the newest tokens, DEAD for image tokens, at position % ring."""
     sampling: SamplingState
+    drafts: DraftState | None
+    """None in a cache without drafts."""
 
     @property
     def num_slots(self) -> int:
         """Slots; any larger slot number marks a padded row."""
         return self.ngram_ids.shape[0]
 
+    def without_drafts(self, slots: Int32[Array, " requests"], positions: Int32[Array, " requests"]) -> "Cache":
+        """`DraftState.without_drafts`, if there are drafts at all."""
+        return self if self.drafts is None else self.replace(drafts=self.drafts.without_drafts(slots, positions))
 
-def init_cache(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics = REFERENCE) -> Cache:
-    """An empty cache on the default device."""
+
+def init_cache(
+    cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics = REFERENCE, layout: Layout = SINGLE
+) -> Cache:
+    """An empty cache on the devices of the layout: `cache_cfg` for each rank, one after the other along axis 0."""
+    if layout.mesh is not None:
+        make = functools.partial(init_cache, cfg, _of_all_ranks(cache_cfg, layout), numerics)
+        return jax.jit(make, out_shardings=layout.by_rank)()
     slots, slack = cache_cfg.slots, cache_cfg.slack
     ratios = [cfg.ratio(source) for source in cfg.kv_source_layer_ids]
     pools = [(cache_cfg.pages, cache_cfg.page_size // ratio) for ratio in ratios]
@@ -115,17 +160,33 @@ def init_cache(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics = RE
     # The open group of the newest committed token and every group that `slack` more tokens open.
     groups = (slots, slack // 2 + 1, 2, cfg.head_dim)
     ngram_ring = cfg.engram_max_ngram_size - 1 + slack
+    stages = cfg.num_nextn_predict_layers if cache_cfg.drafts else 0
     return Cache(
         entries=tuple(COMPRESSED_ENTRY.empty(pool, cfg.head_dim, numerics) for pool in pools),
         index_keys=tuple(INDEX_KEY.empty(pool, cfg.index_head_dim, numerics) for pool in pools),
         windows=tuple(WINDOW_KEY.empty(window, cfg.head_dim, numerics) for _ in range(cfg.num_hidden_layers)),
         open_groups=tuple(jnp.zeros(groups, jnp.float32) for ratio in ratios if ratio == 2),
-        draft_windows=tuple(
-            WINDOW_KEY.empty(window, cfg.head_dim, numerics) for _ in range(cfg.num_nextn_predict_layers)
-        ),
+        draft_windows=tuple(WINDOW_KEY.empty(window, cfg.head_dim, numerics) for _ in range(stages)),
         ngram_ids=jnp.full((slots, ngram_ring), DEAD, jnp.int32),
         sampling=init_sampling_state(slots, cfg.vocab_size, ngram_ring),
+        drafts=_init_drafts(cfg, cache_cfg) if cache_cfg.drafts else None,
     )
+
+
+def _init_drafts(cfg: ModelConfig, cache_cfg: CacheConfig) -> DraftState:
+    slots = cache_cfg.slots
+    block = (slots, cfg.dspark_block_size)
+    return DraftState(
+        positions=jnp.zeros(slots, jnp.int32),
+        counts=jnp.zeros(slots, jnp.int32),
+        tokens=jnp.zeros(block, jnp.int32),
+        logits=jnp.zeros((*block, cfg.vocab_size), jnp.float32) if cache_cfg.drafts == "own" else None,
+        confidences=jnp.zeros(block, jnp.float32),
+    )
+
+
+def _of_all_ranks(cache_cfg: CacheConfig, layout: Layout) -> CacheConfig:
+    return dataclasses.replace(cache_cfg, slots=cache_cfg.slots * layout.ranks, pages=cache_cfg.pages * layout.ranks)
 
 
 def page_bytes_per_token(cfg: ModelConfig, numerics: Numerics = REFERENCE) -> float:

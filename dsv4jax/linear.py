@@ -13,6 +13,8 @@ from dsv4jax.numerics import Numerics
 from dsv4jax.quant import qdq_fp8
 from dsv4jax.weights import DenseWeight, Fp8Weight, Weight, dequantize, matmul, unboxed
 from pallas_kernels.fp8_linear import QuantizedActivations, fp8_linear, quantize_activations
+from sharding import SINGLE, Layout
+from sharding.exchange import sum_over_devices
 
 
 @flax.struct.dataclass
@@ -31,23 +33,29 @@ def linear(
     x: Float[Array, "*rows inner"] | Activations,
     weight: Weight | nnx.Param,
     numerics: Numerics,
+    devices: Layout = SINGLE,
     *,
     by: Rotation | None = None,
     heads: int = 1,
 ) -> Float[Array, "*rows out"]:
     """y = x Wᵀ with fp32 accumulation and one rounding to the type of x (section 5.4).
 
-    The input of a quantised weight is first quantised to FP8 per 32 channels. With `by`, the rotation of each row, the
-    last channels of each of `heads` equal parts of y are rotated (section 3.3).
+    The input of a quantised weight is first quantised to FP8 per 32 channels.
+
+    Args:
+      devices: where those that work on one request hold parts of the inner dimension, their sum is taken.
+      by: rotation of each row, applied to the last channels of each of `heads` equal parts of y (section 3.3). The
+        inner dimension is whole then.
     """
     weight = unboxed(weight)
     x, quantized = (x.values, x.quantized) if isinstance(x, Activations) else (x, None)
     if numerics.implementation == "pallas" and isinstance(weight, Fp8Weight):
         rows = quantized or quantize_activations(x.reshape(-1, x.shape[-1]))
-        return fp8_linear(rows, weight, by=by, heads=heads).reshape(*x.shape[:-1], -1)
+        y = fp8_linear(rows, weight, by=by, heads=heads)
+        return sum_over_devices(devices, y).reshape(*x.shape[:-1], -1)
     if numerics.quantize_activations and not isinstance(weight, DenseWeight):
         x = qdq_fp8(x)
-    y = matmul(x, dequantize(weight, x.dtype)).astype(x.dtype)
+    y = sum_over_devices(devices, matmul(x, dequantize(weight, x.dtype))).astype(x.dtype)
     if by is None:
         return y
     parts = y.reshape(*y.shape[:-1], heads, -1)

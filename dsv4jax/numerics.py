@@ -23,6 +23,8 @@ class Numerics:
     fast: bool = False
     implementation: str = "reference"
     """Which form of the operations in `pallas_kernels` runs: "reference" is plain JAX, "pallas" the GPU kernels."""
+    routing: str = "model"
+    """Experiment only: "uniform" or "skewed" make tokens take experts by chance, see `dsv4jax.model.forced_routing`."""
 
 
 REFERENCE = Numerics()

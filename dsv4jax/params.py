@@ -1,15 +1,19 @@
 """Parameters as a plain nested dict: shapes, names and bytes from the modules' own declarations."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.model.transformer import Model
 from dsv4jax.weights import STORED_DTYPES, ArraySpec
+from sharding import Layout, ShardingRules, abstract_mesh, padded_shape, sharding_for
 
 Params = dict[str, Any]
 
@@ -30,6 +34,54 @@ def abstract_params(cfg: ModelConfig, tables_on_device: bool = True) -> Params:
     `tables_on_device=False` the Engram tables are left out.
     """
     return nnx.to_pure_dict(nnx.split(Model(cfg, tables_on_device))[1])
+
+
+def leaf_shardings(abstract: Params, layout: Layout) -> dict[str, Sharding]:
+    """The sharding of every leaf; all on JAX's default device when the layout has no mesh.
+
+    Raises:
+      ValueError: a leaf cannot be sharded by the layout's rules (see `sharding_for`).
+    """
+    if layout.mesh is None:
+        # The default device as JAX sees it in this thread, whichever way it was set.
+        (device,) = jnp.zeros((), jnp.int8).devices()
+        return {name: SingleDeviceSharding(device) for name, _ in named_leaves(abstract)}
+    rules, mesh = layout.rules, layout.mesh
+    return {
+        name: sharding_for(spec.axes, rules, mesh, name=name, shape=spec.shape) for name, spec in named_leaves(abstract)
+    }
+
+
+def in_memory(abstract: Params, layout: Layout) -> Params:
+    """The specs with the shapes that leaves have on the devices of a layout, see `padded_shape`."""
+
+    def padded(spec: ArraySpec) -> ArraySpec:
+        return dataclasses.replace(spec, shape=padded_shape(spec.axes, spec.shape, layout.rules, layout.mesh))
+
+    return jax.tree.map(padded, abstract, is_leaf=lambda x: isinstance(x, ArraySpec))
+
+
+def bytes_per_device(cfg: ModelConfig, rules: ShardingRules, devices: int) -> dict[str, int]:
+    """Bytes of parameters that each of so many devices holds, by part of the model; needs no devices.
+
+    Raises:
+      ValueError: the parameters cannot be spread so, see `sharding_for`.
+    """
+    mesh = abstract_mesh(devices)
+    held = dict.fromkeys(("experts", "draft experts", "Engram tables", "vision", "everything else"), 0)
+    for name, spec in named_leaves(abstract_params(cfg)):
+        shape = padded_shape(spec.axes, spec.shape, rules, mesh)
+        part = sharding_for(spec.axes, rules, mesh, name=name, shape=shape).shard_shape(shape)
+        held[_part_of_model(name)] += math.prod(part) * spec.dtype.itemsize
+    return held
+
+
+def _part_of_model(name: str) -> str:
+    if ".ffn.experts." in name:
+        return "draft experts" if name.startswith("mtp.") else "experts"
+    if ".engram.embed." in name:
+        return "Engram tables"
+    return "vision" if name.startswith(("vision.", "aligner.")) else "everything else"
 
 
 def named_leaves(params: Params) -> Iterator[tuple[str, Any]]:

@@ -75,7 +75,11 @@ def qdq_fp8(x: Float[Array, "... n"]) -> Float[Array, "... n"]:
 
 
 def pack_mxfp4(x: Float[Array, "... n"]) -> UInt8[Array, "... bytes"]:
-    """E2M1 with one UE8M0 scale per 32 channels; `n` is a multiple of 32."""
+    """E2M1 with one UE8M0 scale per 32 channels; `n` is a multiple of 32.
+
+    A scale is NaN (byte 255) exactly where a channel of its group is infinite and none is NaN; a group with a NaN has
+    unspecified finite values. Normalised and rotated index keys are finite or NaN, so that no cache holds a 255.
+    """
     code, scale = _encode_mxfp4(x)
     return jnp.concatenate([pack_nibbles(code), _e8m0_encode(scale)], -1)
 

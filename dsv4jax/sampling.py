@@ -235,6 +235,7 @@ def adjusted_logits(
     tokens: Int32[Array, "requests tokens"],
     positions: Int32[Array, "requests tokens"],
     valid: Bool[Array, "requests tokens"],
+    allowed: UInt32[Array, "requests tokens words"] | None = None,
 ) -> Float32[Array, "requests tokens vocab"]:
     """Logits after bias, repetition, frequency and presence penalty, in this order; -inf for tokens not allowed.
 
@@ -262,11 +263,13 @@ def adjusted_logits(
     repeated = jnp.minimum(repeated, _FLOAT32.max)
     seen = of_request(state.prompt_mask) | (counts > 0)
     penalty = column(params.frequency_penalty) * counts + column(params.presence_penalty) * (counts > 0)
-    bits = of_request(state.allowed)[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-    allowed = bits.reshape(*bits.shape[:2], -1)[..., :vocab] > 0
-    return jnp.where(allowed, jnp.where(seen, repeated, biased) - penalty, -jnp.inf)
+    words = of_request(state.allowed) if allowed is None else allowed
+    bits = words[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    may_follow = bits.reshape(*bits.shape[:2], -1)[..., :vocab] > 0
+    return jnp.where(may_follow, jnp.where(seen, repeated, biased) - penalty, -jnp.inf)
 
 
+@jax.named_scope("sample")
 def sample(
     logits: Float32[Array, "requests tokens vocab"],
     state: SamplingState,
@@ -275,6 +278,7 @@ def sample(
     tokens: Int32[Array, "requests tokens"],
     positions: Int32[Array, "requests tokens"],
     valid: Bool[Array, "requests tokens"],
+    allowed: UInt32[Array, "requests tokens words"] | None = None,
 ) -> Sampled:
     """Chooses the token that follows each input token.
 
@@ -285,6 +289,7 @@ def sample(
       slots: cache slot of each request, distinct; >= number of slots for a padded row.
       tokens, positions: the step's inputs, consecutive positions; prefill passes its last token only.
       valid: False for padding. Values of `tokens` and `positions` there are ignored.
+      allowed: which tokens may follow each input token, in place of the one mask per slot in `state.allowed`.
 
     The rules, per row: bias, penalties and allowed tokens (`adjusted_logits`); then the best token if the
     temperature is 0, otherwise temperature, the top_k best, of these the shortest list of best tokens that holds
@@ -304,21 +309,30 @@ def sample(
     the caller can end the request; other rows are untouched.
     Rows that are not valid: token 0, log-probability 0.
     """
-    adjusted = adjusted_logits(logits, state, params, slots, tokens, positions, valid)
-    # Below the normal numbers a temperature may count as 0 in one operation and not in another.
-    random = valid & (params.temperature >= _FLOAT32.tiny)[:, None]
-    chosen = lax.cond(
-        jnp.any(random),
-        lambda: _draw(adjusted, random, params, positions),
-        lambda: jnp.argmax(adjusted, axis=-1),
-    ).astype(jnp.int32)
-
+    adjusted = adjusted_logits(logits, state, params, slots, tokens, positions, valid, allowed)
+    chosen = choose_tokens(adjusted, valid & draws_at_random(params)[:, None], params, positions)
     best = jnp.take_along_axis(adjusted, chosen[..., None], axis=-1)[..., 0]
-    log_total = _log_total(logits)
-    defined = valid & jnp.isfinite(log_total) & (best > -jnp.inf)
-    chosen = jnp.where(defined, chosen, 0)
-    logprobs = jnp.where(defined, _logprobs_of(chosen, logits, log_total), jnp.nan)
+    log_total = log_totals(logits)
+    defined = jnp.isfinite(log_total) & (best > -jnp.inf)
+    return with_logprobs(jnp.where(defined, chosen, 0), defined, logits, log_total, params, valid)
 
+
+def with_logprobs(
+    tokens: Int32[Array, "requests tokens"],
+    defined: Bool[Array, "requests tokens"],
+    logits: Float32[Array, "requests tokens vocab"],
+    log_total: Float32[Array, "requests tokens"],
+    params: SamplingParams,
+    valid: Bool[Array, "requests tokens"],
+) -> Sampled:
+    """Chosen tokens with the log-probabilities that `sample` documents.
+
+    Args:
+      defined: False where there was nothing to choose from: log-probability NaN.
+      log_total: from `log_totals(logits)`.
+      valid: False where no token is due: all fields 0.
+    """
+    logprobs = jnp.where(defined, _logprobs_of(tokens, logits, log_total), jnp.nan)
     wanted = valid[..., None] & (jnp.arange(MAX_TOP_LOGPROBS) < params.top_logprobs[:, None, None])
 
     def none():
@@ -326,7 +340,7 @@ def sample(
 
     top_tokens, top_logprobs = lax.cond(jnp.any(wanted), lambda: _top_logprobs(logits, log_total), none)
     return Sampled(
-        tokens=chosen,
+        tokens=jnp.where(valid, tokens, 0),
         logprobs=jnp.where(valid, logprobs, 0.0),
         top_tokens=jnp.where(wanted, top_tokens, 0),
         top_logprobs=jnp.where(wanted, top_logprobs, 0.0),
@@ -340,14 +354,14 @@ def prompt_logprobs(
 
     All are 0 where the target is -1: there is none.
     """
-    log_total = _log_total(logits)
+    log_total = log_totals(logits)
     present = targets >= 0
     logprobs = _logprobs_of(jnp.maximum(targets, 0), logits, log_total)
     top = _top_logprobs(logits, log_total)
     return jnp.where(present, logprobs, 0.0), *(jnp.where(present[:, None], values, 0) for values in top)
 
 
-def _log_total(logits: Float32[Array, "*rows vocab"]) -> Float32[Array, "*rows"]:
+def log_totals(logits: Float32[Array, "*rows vocab"]) -> Float32[Array, "*rows"]:
     """Log of the softmax's denominator; NaN in rows that are no distribution."""
     log_total = jax.nn.logsumexp(logits, axis=-1)
     return jnp.where(jnp.isfinite(log_total), log_total, jnp.nan)
@@ -368,13 +382,52 @@ def _top_logprobs(
     return jnp.pad(ids, missing), jnp.pad(values - log_total[..., None], missing, constant_values=-jnp.inf)
 
 
-def _draw(
+def draws_at_random(params: SamplingParams) -> Bool[Array, "requests"]:
+    """Requests whose temperature is not 0."""
+    # Below the normal numbers a temperature may count as 0 in one operation and not in another.
+    return params.temperature >= _FLOAT32.tiny
+
+
+def choose_tokens(
     adjusted: Float32[Array, "requests tokens vocab"],
     random: Bool[Array, "requests tokens"],
     params: SamplingParams,
     positions: Int32[Array, "requests tokens"],
 ) -> Int32[Array, "requests tokens"]:
     """Filters and draws in the rows where `random` holds, takes the best token in the others."""
+
+    def draw():
+        scores = filtered_logits(adjusted, random, params)
+        noise = gumbel_noise(params, positions + 1, adjusted.shape[-1])
+        return jnp.argmax(jnp.where(random[..., None], scores + noise, scores), axis=-1)
+
+    return lax.cond(jnp.any(random), draw, lambda: jnp.argmax(adjusted, axis=-1)).astype(jnp.int32)
+
+
+def gumbel_noise(
+    params: SamplingParams, positions: Int32[Array, "requests tokens"], vocab: int
+) -> Float32[Array, "requests tokens vocab"]:
+    """Noise with which the token of each position is drawn."""
+
+    def noise(seed, position):
+        # The default mode cannot tell apart probabilities below about 1e-7, which may add up to percents.
+        return jax.random.gumbel(noise_key(seed, position), (vocab,), jnp.float32, mode="high")
+
+    return jax.vmap(jax.vmap(noise, (None, 0)))(params.seed, positions)
+
+
+def noise_key(seed: UInt32[Array, "2"], position: Int32[Array, ""]) -> Array:
+    """Key of all that is drawn at random for a position."""
+    return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+
+
+def filtered_logits(
+    adjusted: Float32[Array, "requests tokens vocab"], random: Bool[Array, "requests tokens"], params: SamplingParams
+) -> Float32[Array, "requests tokens vocab"]:
+    """Logits whose softmax is the distribution that `sample` draws from; those of the best token are 0.
+
+    Tokens that a filter excludes have -inf. Rows in which `random` is False stay as they are.
+    """
     vocab = adjusted.shape[-1]
     random = random[..., None]
     # Distance below the best token in units of the temperature: exp(-distance) is the probability relative to
@@ -408,15 +461,7 @@ def _draw(
 
     kept &= _in_prefix(rank, lax.cond(jnp.any(nucleus), first_p, lambda: everything))
     kept &= distance <= -jnp.log(params.min_p)[:, None, None]
-
-    def noise(seed, position):
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        # The default mode cannot tell apart probabilities below about 1e-7, which may add up to percents.
-        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
-
-    gumbel = jax.vmap(jax.vmap(noise, (None, 0)))(params.seed, positions + 1)
-    score = jnp.where(random, jnp.where(kept, gumbel - distance, -jnp.inf), adjusted)
-    return jnp.argmax(score, axis=-1)
+    return jnp.where(random, jnp.where(kept, -distance, -jnp.inf), adjusted)
 
 
 def _descending_rank(values: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:

@@ -25,6 +25,7 @@ from dsv4jax.numerics import REFERENCE, Numerics
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling import (
     Sampled,
+    SamplingState,
     begin_request,
     commit_tokens,
     keep_next_tokens,
@@ -33,19 +34,23 @@ from dsv4jax.sampling import (
     sample,
     sampling_params,
 )
+from dsv4jax.step_flags import STEP_OPTIONS
+from sharding import SINGLE, ExpertPlacement, Layout
 
 _TILE = 32
 _step = functools.partial(
     jax.jit,
-    static_argnames=("cfg", "numerics", "collect"),
-    # By default XLA drops a rounding to a narrow type that is followed by a widening: these are part of the model.
-    compiler_options={"xla_allow_excess_precision": False},
+    compiler_options=dict(STEP_OPTIONS),
 )
 
 
 @flax.struct.dataclass
 class StepOutput:
-    """Result of a step. Rows of padded requests and places past a request's tokens are token 0 and unspecified logits.
+    """Result of a step: over several ranks, the rows of all of them in order, and `expert_load` once.
+
+    Where the ranks belong to several processes, `logits` and `selections` stay with their ranks; the rest is in all.
+
+    Rows of padded requests and places past a request's tokens are token 0 and unspecified logits.
 
     `tokens` dimension: 1 after prefill (the request's last token of the step; meaningful if that ends its prompt), the
     bucket's tokens per request after decode (column j follows input token j).
@@ -60,8 +65,8 @@ class StepOutput:
     top_logprobs: Float[Array, "requests tokens 20"]
     logits: Float[Array, "requests tokens vocab"]
     """Raw fp32 logits."""
-    expert_load: Int[Array, "layers experts"]
-    """Tokens routed to each expert, padding excluded."""
+    expert_load: Int[Array, "layers experts"] | None
+    """Tokens of all ranks routed to each expert, padding excluded."""
     selections: tuple[Int32[Array, "rows topk"], ...]
     """With `collect=True`: entries selected by each index source per token, in the decoder half of a bounded replay per
     token of the prompts' tails; otherwise ()."""
@@ -74,7 +79,7 @@ class StepOutput:
     prompt_top_logprobs: Float[Array, "batch_tokens 20"] | None = None
 
 
-@functools.partial(_step, donate_argnames="cache")
+@functools.partial(_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "collect", "layout"))
 def prefill_step(
     params: dict[str, Any],
     cache: Cache,
@@ -83,17 +88,38 @@ def prefill_step(
     cfg: ModelConfig,
     numerics: Numerics = REFERENCE,
     collect: bool = False,
+    layout: Layout = SINGLE,
+    placement: ExpertPlacement | None = None,
 ) -> tuple[Cache, StepOutput]:
     """Runs chunks of prompts; samples after the last token of each request, which the slot keeps as its next token.
 
     Args:
-      params: as `load_params` returns them.
+      params: as `load_params` returns them for the same `layout`.
       cache: donated. `start_request` must have been called for each request's slot before its first chunk.
-      batch: from `prefill_batch`.
+      batch: from `prefill_batch`; over several ranks from `concatenate_batches`.
       collect: return the selected entries.
+      layout: devices and what each of them does.
+      placement: where the experts of the backbone layers are; None if expert e is in slot e.
     """
+    run = functools.partial(_prefill, cfg=cfg, numerics=numerics, collect=collect, layout=layout)
+    (cache, output), load = layout.map(run, (params, placement), cache, batch)
+    return cache, _readable(output.replace(expert_load=load), layout)
+
+
+def _prefill(
+    weights: tuple[dict[str, Any], ExpertPlacement | None],
+    cache: Cache,
+    batch: StepBatch,
+    *,
+    cfg: ModelConfig,
+    numerics: Numerics,
+    collect: bool,
+    layout: Layout,
+) -> tuple[tuple[Cache, StepOutput], Array]:
+    """One rank's prefill with (params, placement), and the expert load of all."""
+    params, placement = weights
     model = merge(cfg, params)
-    out = model.text(batch, cache, decode=False, numerics=numerics)
+    out = model.text(batch, cache, decode=False, numerics=numerics, devices=layout, placement=placement)
     logits = model.logits(last_tokens(out.hidden, out.layout))[:, None]
     last = jnp.maximum(batch.starts + batch.lengths - 1, 0)
     tokens = batch.tokens[jnp.clip(batch.offsets + batch.lengths - 1, 0, batch.tokens.shape[0] - 1)]
@@ -102,11 +128,12 @@ def prefill_step(
         logits, cache.sampling, batch.sampling, batch.slots, tokens[:, None], last[:, None], valid[:, None]
     )
     cache = out.cache.replace(sampling=keep_next_tokens(cache.sampling, batch.slots, sampled.tokens, valid[:, None]))
+    cache = cache.without_drafts(batch.slots, batch.starts + batch.lengths)
     output = _step_output(sampled, logits, out, collect)
-    return cache, output.replace(**_prompt_logprobs(model, batch, out))
+    return (cache, output.replace(**_prompt_logprobs(model, batch, out))), out.expert_load
 
 
-@functools.partial(_step, donate_argnames="cache")
+@functools.partial(_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "collect", "layout"))
 def decode_step(
     params: dict[str, Any],
     cache: Cache,
@@ -115,6 +142,8 @@ def decode_step(
     cfg: ModelConfig,
     numerics: Numerics = REFERENCE,
     collect: bool = False,
+    layout: Layout = SINGLE,
+    placement: ExpertPlacement | None = None,
 ) -> tuple[Cache, StepOutput]:
     """Runs 1 to n tokens of each running request; samples after every one of them.
 
@@ -123,10 +152,10 @@ def decode_step(
     as its next token, for which NEXT_TOKEN stands in a later batch: right only if all tokens of this step stand.
 
     Args:
-      params: as `load_params` returns them.
+      params, layout, placement, collect: as in `prefill_step`.
       cache: donated.
-      batch: from `decode_batch`, at most `CacheConfig.slack` tokens per request.
-      collect: return the selected entries.
+      batch: from `decode_batch`, at most `CacheConfig.slack` tokens per request; over several ranks from
+        `concatenate_batches`.
 
     Raises:
       ValueError: more tokens per request than the rings have slack for.
@@ -134,8 +163,25 @@ def decode_step(
     slack = cache.ngram_ids.shape[1] - (cfg.engram_max_ngram_size - 1)
     if batch.tile > slack:
         raise ValueError(f"tokens_per_request = {batch.tile}: the cache was made with slack = {slack}")
+    run = functools.partial(_decode, cfg=cfg, numerics=numerics, collect=collect, layout=layout)
+    (cache, output), load = layout.map(run, (params, placement), cache, batch)
+    return cache, _readable(output.replace(expert_load=load), layout)
+
+
+def _decode(
+    weights: tuple[dict[str, Any], ExpertPlacement | None],
+    cache: Cache,
+    batch: StepBatch,
+    *,
+    cfg: ModelConfig,
+    numerics: Numerics,
+    collect: bool,
+    layout: Layout,
+) -> tuple[tuple[Cache, StepOutput], Array]:
+    """One rank's decode with (params, placement), and the expert load of all."""
+    params, placement = weights
     model, batch = merge(cfg, params), _with_next_tokens(batch, cache)
-    out = model.text(batch, cache, decode=True, numerics=numerics)
+    out = model.text(batch, cache, decode=True, numerics=numerics, devices=layout, placement=placement)
     shape = (batch.slots.shape[0], batch.tile)
     logits = model.logits(out.hidden).reshape(*shape, -1)
     tokens, positions, valid = (a.reshape(shape) for a in (batch.tokens, out.layout.positions, out.layout.valid))
@@ -143,7 +189,15 @@ def decode_step(
     state = record_tokens(state, batch.slots, tokens, positions, valid)
     sampled = sample(logits, state, batch.sampling, batch.slots, tokens, positions, valid)
     state = keep_next_tokens(state, batch.slots, sampled.tokens, valid)
-    return out.cache.replace(sampling=state), _step_output(sampled, logits, out, collect)
+    cache = out.cache.replace(sampling=state).without_drafts(batch.slots, batch.starts + batch.lengths)
+    return (cache, _step_output(sampled, logits, out, collect)), out.expert_load
+
+
+def _readable(output: StepOutput, layout: Layout) -> StepOutput:
+    """The output with what a host reads after every step readable in every process."""
+    names = ("tokens", "logprobs", "top_tokens", "top_logprobs")
+    names += ("prompt_logprobs", "prompt_top_tokens", "prompt_top_logprobs")
+    return output.replace(**layout.to_all_processes({name: getattr(output, name) for name in names}))
 
 
 def _with_next_tokens(batch: StepBatch, cache: Cache) -> StepBatch:
@@ -178,19 +232,21 @@ def _step_output(sampled: Sampled, logits: Array, out: TextOutput, collect: bool
         top_tokens=sampled.top_tokens,
         top_logprobs=sampled.top_logprobs,
         logits=logits,
-        expert_load=out.expert_load,
+        expert_load=None,
         selections=out.selections if collect else (),
     )
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames="layout")
 def start_request(
     cache: Cache,
-    slot: Int32[Array, ""],
-    prompt_mask: Bool[Array, " vocab"],
-    output_counts: Int32[Array, " vocab"],
-    logit_bias: Float[Array, " vocab"],
-    length: Int32[Array, ""],
+    slot: Int32[Array, "*ranks"],
+    prompt_mask: Bool[Array, "*ranks vocab"],
+    output_counts: Int32[Array, "*ranks vocab"],
+    logit_bias: Float[Array, "*ranks vocab"],
+    length: Int32[Array, "*ranks"],
+    *,
+    layout: Layout = SINGLE,
 ) -> Cache:
     """Gives a slot to a request: call once before its first prefill step there. The cache is donated.
 
@@ -201,20 +257,24 @@ def start_request(
       output_counts: how often each token was generated before a preemption.
       logit_bias: added to every logit.
       length: tokens of the prompt and those already generated.
+      layout: with a mesh, every argument has one row per rank; a rank whose slot is >= number of slots starts nothing.
     """
-    state = begin_request(
-        cache.sampling,
-        slot,
-        prompt_mask=prompt_mask,
-        output_counts=output_counts,
-        logit_bias=logit_bias,
-        length=length,
-    )
-    return cache.replace(sampling=state)
+
+    def start(_: None, state: SamplingState, slot: Array, *rows: Array) -> tuple[SamplingState, None]:
+        if layout.mesh is not None:
+            slot, *rows = (a[0] for a in (slot, *rows))
+        mask, counts, bias, length = rows
+        state = begin_request(state, slot, prompt_mask=mask, output_counts=counts, logit_bias=bias, length=length)
+        return state, None
+
+    rows = (slot, prompt_mask, output_counts, logit_bias, length)
+    return cache.replace(sampling=layout.map(start, None, cache.sampling, *rows)[0])
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-def set_allowed_tokens(cache: Cache, slots: Int32[Array, " n"], masks: UInt32[Array, "n words"]) -> Cache:
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames="layout")
+def set_allowed_tokens(
+    cache: Cache, slots: Int32[Array, " n"], masks: UInt32[Array, "n words"], *, layout: Layout = SINGLE
+) -> Cache:
     """Sets which tokens the requests in some slots may be given from now on. The cache is donated.
 
     `start_request` allows all. All tokens of a step obey the same mask; log-probabilities do not depend on it.
@@ -222,9 +282,14 @@ def set_allowed_tokens(cache: Cache, slots: Int32[Array, " n"], masks: UInt32[Ar
     Args:
       slots: distinct; a padded row has a slot >= number of slots and sets nothing.
       masks: token i is allowed if bit i % 32 of word i // 32 is set; words = ⌈vocab / 32⌉.
+      layout: over several ranks, the rows of all in order, as many for each.
     """
-    state = cache.sampling
-    return cache.replace(sampling=state.replace(allowed=state.allowed.at[slots].set(masks, mode="drop")))
+
+    def set_rows(_: None, allowed: Array, slots: Array, masks: Array) -> tuple[Array, None]:
+        return allowed.at[slots].set(masks, mode="drop"), None
+
+    allowed, _ = layout.map(set_rows, None, cache.sampling.allowed, slots, masks)
+    return cache.replace(sampling=cache.sampling.replace(allowed=allowed))
 
 
 @flax.struct.dataclass
@@ -289,7 +354,7 @@ def forward(
     )  # fmt: skip
 
 
-@_step
+@functools.partial(_step, static_argnames=("cfg", "numerics", "collect"))
 def _forward(
     params: dict[str, Any],
     tokens: Array,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,3 +66,19 @@ def kernel_microseconds(
         raise RuntimeError(f"{len(events)} kernels in {launches} calls: expected the same number, not 0, in each")
     calls = [events[i * count : (i + 1) * count] for i in range(launches)]
     return {f"{i} {calls[0][i][2]}": statistics.median(call[i][1] for call in calls) / 1e3 for i in range(count)}
+
+
+def ceilings(
+    microseconds: Callable[..., float] = device_microseconds, elements: int = 1 << 30, size: int = 8192
+) -> dict[str, float]:
+    """Bytes per second of a copy (read + written) of fp32 `elements`, operations per second of matmuls of `size`."""
+    x = jnp.ones(elements, jnp.float32)
+    a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
+    a8, b8 = a.astype(jnp.float8_e4m3fn), b.astype(jnp.float8_e4m3fn)
+    copy = jax.jit(lambda x: x + 1)
+    dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16))
+    return {
+        "copy": 2 * x.nbytes / microseconds(copy, [(x,)]) * 1e6,
+        "bf16": 2 * size**3 / microseconds(dot, [(a, b)]) * 1e6,
+        "fp8": 2 * size**3 / microseconds(dot, [(a8, b8)]) * 1e6,
+    }

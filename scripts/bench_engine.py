@@ -2,8 +2,9 @@
 
     python scripts/bench_engine.py --output engine.json
 
-Prints four tables: host time per step, admission of a very long prompt beside a list-based one, inter-token latency of
-chats beside such a prompt, and an hour of traffic on the virtual clock.
+Prints tables: host time per step, admission of a very long prompt beside a list-based one, inter-token latency of chats
+beside such a prompt, and an hour of traffic on the virtual clock. With --ranks, host time and traffic are those of so
+many ranks, and two more tables say how ways to place requests on ranks compare, and what chunks of equal time gain.
 """
 
 import array
@@ -29,7 +30,8 @@ from dsv4jax.engine.plan import StepPlan
 from dsv4jax.engine.records import RequestRecord, StepRecord
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest
-from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv4jax.engine.scheduler import Scheduler
+from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.simulated import LinearCost, SimulatedExecutor, constant_tokens, run_traffic
 
 _REQUESTS = flags.DEFINE_multi_integer("requests", [1, 64, 256, 1024], "Running requests of the host cost table.")
@@ -37,6 +39,7 @@ _PROMPT = flags.DEFINE_integer("prompt", 855_000, "Tokens of the very long promp
 _REPEATS = flags.DEFINE_integer("repeats", 15, "Runs of each host time; the least is reported.", lower_bound=1)
 _HOURS = flags.DEFINE_float("hours", 1.0, "Virtual hours of traffic.", lower_bound=0.0)
 _RATE = flags.DEFINE_float("rate", 2.0, "Requests per virtual second of the traffic.", lower_bound=0.01)
+_RANKS = flags.DEFINE_integer("ranks", 1, "Data-parallel ranks.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 _EOS = 1
@@ -81,16 +84,18 @@ def simulated_engine(
     return Engine(Scheduler(cfg), executor, totals), executor, totals
 
 
-def host_cost(requests: int, repeats: int, steps: int = 200, long_prompt: int = 0) -> dict[str, Any]:
-    """Milliseconds of host time of a decode step with `requests` running, one of them behind `long_prompt` tokens.
+def host_cost(requests: int, repeats: int, steps: int = 200, long_prompt: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """Milliseconds of host time of a decode step of `requests` requests, one of them behind `long_prompt` tokens.
 
     The device takes no time. A new page is needed, and a finished one hashed, in one of 64 steps of each request.
     Returns the least mean over `repeats` runs of `steps` steps, and median and maximum of the steps of that run.
     """
     length = max(4096, long_prompt + 65536)
+    slots = -(-requests // ranks) + (ranks > 1)  # the rank of the long prompt may have fewer requests than others
     cfg = SchedulerConfig(
-        slots=requests,
-        pages=requests * 64 + length // _PAGE,
+        ranks=ranks,
+        slots=slots,
+        pages=slots * 64 + length // _PAGE,
         max_model_len=length,
         eos_id=_EOS,
         replay=_REPLAY,
@@ -106,10 +111,8 @@ def host_cost(requests: int, repeats: int, steps: int = 200, long_prompt: int = 
         prompt = rng.integers(2, 1000, tokens).astype(np.int32)
         engine.submit(GenerationRequest(f"r{i}", prompt, max_tokens=2500 + steps * repeats, ignore_eos=True))
         if long_prompt and not i:
-            while engine.scheduler.waiting or engine.scheduler.ranks[0].prefilling:
-                engine.step()
-    while engine.scheduler.waiting or engine.scheduler.ranks[0].prefilling:
-        engine.step()
+            finish_prefill(engine)
+    finish_prefill(engine)
     runs = []
     for _ in range(repeats):
         gc.collect()
@@ -128,6 +131,12 @@ def host_cost(requests: int, repeats: int, steps: int = 200, long_prompt: int = 
         "median_ms": statistics.median(best) * 1e3,
         "max_ms": max(best) * 1e3,
     }
+
+
+def finish_prefill(engine: Engine) -> None:
+    """Steps until every request decodes."""
+    while engine.scheduler.waiting or any(rank.prefilling for rank in engine.scheduler.ranks):
+        engine.step()
 
 
 def naive_admission(prompt: list[int], pages: int) -> np.ndarray:
@@ -227,8 +236,7 @@ def fairness(
 
     for i in range(chats):
         engine.submit(chat(f"running{i}", cfg.max_model_len - 500))
-    while engine.scheduler.waiting or engine.scheduler.ranks[0].prefilling:
-        engine.step()
+    finish_prefill(engine)
     for _ in range(100):
         engine.step()
     alone = np.concatenate([record.inter_token_seconds for record in totals.steps[-50:]])
@@ -275,9 +283,9 @@ def poisson_traffic(seconds: float, rate: float, seed: int = 0) -> Iterator[tupl
         count += 1
 
 
-def traffic(hours: float, rate: float, slots: int = 64, pages: int = 8192) -> dict[str, Any]:
+def traffic(hours: float, rate: float, ranks: int = 1, slots: int = 64, pages: int = 8192) -> dict[str, Any]:
     """A time of Poisson traffic on the virtual clock, and how long the host took to simulate it."""
-    cfg = SchedulerConfig(slots=slots, pages=pages, max_model_len=16384, eos_id=_EOS, replay=_REPLAY)
+    cfg = SchedulerConfig(slots=slots, pages=pages, max_model_len=16384, eos_id=_EOS, replay=_REPLAY, ranks=ranks)
     engine, executor, totals = simulated_engine(cfg)
     requests = list(poisson_traffic(hours * 3600, rate))
     begin = time.perf_counter()
@@ -307,25 +315,133 @@ def traffic(hours: float, rate: float, slots: int = 64, pages: int = 8192) -> di
     }
 
 
+class HitsFirst(Scheduler):
+    """Control: the rank with the longest cached prefix, whatever its load."""
+
+    def choose(self, fits, loads):
+        return max(fits, key=lambda fit: (len(fit[1]), -loads[fit[0].number]))
+
+
+class LoadOnly(Scheduler):
+    """Control: the rank with the least load, whatever it has cached."""
+
+    def choose(self, fits, loads):
+        return min(fits, key=lambda fit: loads[fit[0].number])
+
+
+def hot_prefix(tokens: int, rate: float, count: int, seed: int = 0) -> Iterator[tuple[float, GenerationRequest]]:
+    """Nine of ten requests begin with the same `tokens` tokens."""
+    rng, now = np.random.default_rng(seed), 0.0
+    shared = rng.integers(2, 1000, tokens).astype(np.int32)
+    for i in range(count):
+        now += rng.exponential(1 / rate)
+        own = rng.integers(2, 1000, int(rng.integers(200, 800))).astype(np.int32)
+        prompt = np.concatenate([shared, own]) if rng.random() < 0.9 else own
+        yield now, GenerationRequest(f"h{i}", prompt, int(rng.integers(150, 600)), ignore_eos=True)
+
+
+def conversations(users: int, first: int, rate: float, count: int, seed: int = 0) -> Iterator[tuple[float, Any]]:
+    """Users at random add some hundred tokens to what they sent before, which began with about `first` tokens."""
+    rng, now = np.random.default_rng(seed), 0.0
+    sent = [rng.integers(2, 1000, int(rng.integers(first // 2, 2 * first))).astype(np.int32) for _ in range(users)]
+    for i in range(count):
+        now += rng.exponential(1 / rate)
+        user = int(rng.integers(users))
+        sent[user] = np.concatenate([sent[user], rng.integers(2, 1000, int(rng.integers(150, 600))).astype(np.int32)])
+        yield now, GenerationRequest(f"c{i}", sent[user], int(rng.integers(150, 600)), ignore_eos=True)
+
+
+def placement(ranks: int) -> list[dict[str, Any]]:
+    """How ways to choose a rank fare with one hot prefix and with many conversations; rates grow with the ranks."""
+    cfg = SchedulerConfig(slots=64, pages=16384, max_model_len=65536, eos_id=_EOS, replay=_REPLAY, ranks=ranks)
+    scenarios = {
+        "hot prefix 20,000": list(hot_prefix(20_000, 4 * ranks, 150 * ranks)),
+        "conversations 2,000": list(conversations(25 * ranks, 2000, 7 * ranks, 150 * ranks)),
+        "conversations 8,000": list(conversations(12 * ranks, 8000, 5 * ranks, 150 * ranks)),
+    }
+    rows = []
+    for scenario, requests in scenarios.items():
+        for policy in (Scheduler, HitsFirst, LoadOnly):
+            executor, totals = SimulatedExecutor(_COST, _TOKENS), Totals()
+            engine = Engine(policy(cfg), executor, totals)
+            choices = run_traffic(engine, executor, tqdm(requests, desc=scenario, unit="request"))
+            stats = engine.stats()
+            first = [s.first_token - s.arrived for s in choices]
+            gaps = np.concatenate([record.inter_token_seconds for record in totals.steps])
+            rows.append(
+                {
+                    "traffic": scenario,
+                    "rule": policy.__name__,
+                    "hit_rate": stats.prefix_hits / stats.prefix_queries,
+                    "ttft_median_ms": statistics.median(first) * 1e3,
+                    "ttft_p99_ms": float(np.quantile(first, 0.99)) * 1e3,
+                    "itl_median_ms": float(np.median(gaps)) * 1e3,
+                    "itl_p99_ms": float(np.quantile(gaps, 0.99)) * 1e3,
+                    "virtual_s": executor.now(),
+                }
+            )
+    return rows
+
+
+def balanced_chunks(ranks: int, tokens: int) -> list[dict[str, Any]]:
+    """A prompt of `tokens` on one rank while all ranks always have prompts of 4000 tokens to run, with equal chunks and
+    with chunks of equal time."""
+    rows = []
+    for context in (None, round(_COST.prefill_token / _COST.prefill_pair)):
+        cfg = SchedulerConfig(
+            slots=64,
+            pages=2 * (tokens // _PAGE) + 4096,
+            max_model_len=tokens + 1000,
+            eos_id=_EOS,
+            replay=_REPLAY,
+            ranks=ranks,
+            prefill_context=context,
+        )
+        engine, executor, totals = simulated_engine(cfg)
+        rng, count = np.random.default_rng(0), 0
+        prompt = rng.integers(2, 1000, tokens).astype(np.int32)
+        (long,) = engine.submit(GenerationRequest("long", prompt, 1, ignore_eos=True))
+        while long.first_token is None:
+            while engine.scheduler.num_waiting + engine.scheduler.num_running < 3 * ranks:
+                short = rng.integers(2, 1000, 4000).astype(np.int32)
+                engine.submit(GenerationRequest(f"s{count}", short, 1, ignore_eos=True))
+                count += 1
+            engine.step()
+        rows.append(
+            {
+                "chunks": "equal time" if context else "equal tokens",
+                "prompts_per_s": (len(totals.requests) - 1) / executor.now(),
+                "long_ttft_s": long.first_token,
+                "step_median_ms": float(np.median([record.device_seconds for record in totals.steps])) * 1e3,
+            }
+        )
+    return rows
+
+
 def print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
     """A Markdown table with a column per key."""
     print(f"\n{title}\n\n| {' | '.join(rows[0])} |\n|{'---:|' * len(rows[0])}")
     for row in rows:
-        print("| " + " | ".join(f"{v:.3g}" if isinstance(v, float) else f"{v:,}" for v in row.values()) + " |")
+        print("| " + " | ".join(_cell(value) for value in row.values()) + " |")
+
+
+def _cell(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.3g}" if isinstance(value, float) else f"{value:,}"
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    repeats, tokens = _REPEATS.value, _PROMPT.value
+    repeats, tokens, ranks = _REPEATS.value, _PROMPT.value, _RANKS.value
     results: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "cpus": os.cpu_count(),
+        "ranks": ranks,
     }
-    rows = [host_cost(n, repeats) for n in _REQUESTS.value]
-    rows += [host_cost(n, repeats, long_prompt=tokens) for n in _REQUESTS.value]
+    rows = [host_cost(n, repeats, ranks=ranks) for n in _REQUESTS.value]
+    rows += [host_cost(n, repeats, long_prompt=tokens, ranks=ranks) for n in _REQUESTS.value]
     results["host_cost"] = rows
     print_table("Host time per decode step, device time zero", rows)
     results["admission"] = admission(tokens, repeats)
@@ -334,8 +450,13 @@ def main(argv: Sequence[str]) -> None:
     results["fairness"] = [fairness(tokens, 32, *knob) for knob in knobs]
     print_table(f"32 chats beside a prompt of {tokens:,} tokens, virtual time", results["fairness"])
     if _HOURS.value:
-        results["traffic"] = traffic(_HOURS.value, _RATE.value)
+        results["traffic"] = traffic(_HOURS.value, _RATE.value, ranks)
         print_table("Traffic, virtual time", [results["traffic"]])
+    if ranks > 1:
+        results["placement"] = placement(ranks)
+        print_table("Ways to place requests on ranks, virtual time", results["placement"])
+        results["balanced_chunks"] = balanced_chunks(ranks, tokens)
+        print_table(f"Prompts of 4,000 tokens beside one of {tokens:,}, virtual time", results["balanced_chunks"])
     if _OUTPUT.value:
         with open(_OUTPUT.value, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=2)

@@ -15,30 +15,14 @@ import pkgutil
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from absl import app, flags
 
 import pallas_kernels
-from pallas_kernels.timing import Case, device_microseconds
+from pallas_kernels.timing import Case, ceilings, device_microseconds
 
 _ONLY = flags.DEFINE_multi_string("only", [], "Operations (folders of pallas_kernels); all by default.")
 _LAUNCHES = flags.DEFINE_integer("launches", 12, "Timed calls per case.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
-
-
-def ceilings() -> dict[str, float]:
-    """Bytes per second of a copy (read + written) and operations per second of two matmuls, by device time."""
-    x = jnp.ones(1 << 30, jnp.float32)
-    n = 8192
-    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
-    a8, b8 = a.astype(jnp.float8_e4m3fn), b.astype(jnp.float8_e4m3fn)
-    copy = jax.jit(lambda x: x + 1)
-    dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16))
-    return {
-        "copy": 2 * x.nbytes / device_microseconds(copy, [(x,)]) * 1e6,
-        "bf16": 2 * n**3 / device_microseconds(dot, [(a, b)]) * 1e6,
-        "fp8": 2 * n**3 / device_microseconds(dot, [(a8, b8)]) * 1e6,
-    }
 
 
 def cases() -> list[Case]:

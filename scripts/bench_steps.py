@@ -1,192 +1,268 @@
-"""Times the real step functions at released widths with random weights, beside ceilings measured in the same run.
+"""Times the real step functions with random weights at released widths, beside ceilings measured in the same run.
 
     python scripts/bench_steps.py --layers 6 --output benchmarks/steps.json
+    python scripts/bench_steps.py --layers 40 --ranks 8 --decode 16x6x131072,16x6x875520 --prefill 8192 \
+        --replay bounded --cached_prefix 32768x131072x8192 --profile benchmarks/steps --output benchmarks/steps.json
+    python scripts/bench_steps.py --check_flags --output flags.json
 
-Decode runs on a cache of random records, prefill on random tokens; every time is the median of blocking calls, compiled
-before. Also compares prefill + decode with the whole-sequence run on a short prompt.
+Decode runs on a cache of random records, prefill on random tokens. Times are of calls sent one after the other, and of
+calls that are waited for (median), after compilation. With `--ranks` the device emulates one rank of many: see
+`dsv4jax.benchmark.emulation`; what the links between devices would take is not in the times.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
-import math
-import statistics
+import re
 import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from dsv4jax.batch import DecodeBucket, DecodeTokens, PrefillBucket, PrefillChunk, decode_batch, prefill_batch
-from dsv4jax.cache import COMPRESSED_ENTRY, INDEX_KEY, WINDOW_KEY, Cache, CacheConfig, init_cache
+from dsv4jax.batch import (
+    DecodeBucket,
+    DecodeTokens,
+    PrefillBucket,
+    PrefillChunk,
+    decode_batch,
+    prefill_batch,
+    with_engram_rows,
+)
+from dsv4jax.benchmark import emulation
+from dsv4jax.benchmark.costs import step_costs
+from dsv4jax.benchmark.random_state import RandomHostTables, random_cache, random_params
+from dsv4jax.benchmark.report import picture, stage_lines, table
+from dsv4jax.benchmark.steps import (
+    GREEDY,
+    PAGE,
+    StepCase,
+    compare_programs,
+    compile_all,
+    decode_case,
+    prefill_bucket,
+    prefill_case,
+    prefill_chunks,
+    profile_step,
+    time_step,
+)
+from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig
+from dsv4jax.implementation import with_implementation
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
-from dsv4jax.packing import pack_params
-from dsv4jax.params import Params, abstract_params, named_leaves
+from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
-from dsv4jax.sampling_settings import RequestSampling
+from dsv4jax.step_flags import NO_COMMAND_BUFFERS, VARIANTS
 from dsv4jax.steps import decode_step, forward, prefill_step
+from pallas_kernels.timing import ceilings
 
-_LAYERS = flags.DEFINE_integer("layers", 6, "Layers of the reduced released configuration.")
-_EXPERTS = flags.DEFINE_integer("experts", 384, "Routed experts per layer.")
+_LAYERS = flags.DEFINE_integer("layers", 6, "Layers of the reduced released configuration, 6 to 40.")
+_MODEL = flags.DEFINE_string("model", None, "Directory with the config.json of another model, in place of these sizes.")
+_EXPERTS = flags.DEFINE_integer("experts", 384, "Routed experts per layer, of all ranks together.")
+_RANKS = flags.DEFINE_integer("ranks", 1, "Ranks of which the device emulates one.", 1)
 _ENGRAM = flags.DEFINE_integer("engram_vocab_size", 100_000, "Where the prime search for the Engram tables starts.")
-_DECODE = flags.DEFINE_multi_string(
-    "decode", ["1x1x4096", "8x1x4096", "64x1x4096", "8x1x32768"], "requests x tokens per request x context."
+_DECODE = flags.DEFINE_list(
+    "decode", ["1x1x4096", "8x1x4096", "64x1x4096", "8x1x32768"], "Steps: requests x tokens per request x context."
 )
-_PREFILL = flags.DEFINE_multi_integer("prefill", [512, 2048], "Tokens of one prompt per step.")
+_PREFILL = flags.DEFINE_list("prefill", ["512", "2048"], "Steps: tokens, or tokens x cached tokens.")
+_REPLAY = flags.DEFINE_multi_enum(
+    "replay", ["exact", "bounded"], ["exact", "bounded"], "Decoder layers over the prompt: all of it, or its end."
+)
+_CACHED_PREFIX = flags.DEFINE_string(
+    "cached_prefix", None, "new tokens x cached tokens x chunk: prefill with each improvement alone and all together."
+)
 _NUMERICS = flags.DEFINE_enum("numerics", "reference", ["reference", "fast"], "Where to round.")
-_IMPLEMENTATION = flags.DEFINE_enum("implementation", "reference", ["reference", "pallas"], "Plain JAX or kernels.")
-_COMPARE = flags.DEFINE_bool("compare", True, "Also compare prefill + decode with the whole-sequence run.")
+_IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
+)
+_COMPARE = flags.DEFINE_bool("compare", False, "Also compare prefill + decode with the whole-sequence run.")
+_CHECK_FLAGS = flags.DEFINE_bool("check_flags", False, "Only compare outputs and times under step_flags.VARIANTS.")
+_PROFILE = flags.DEFINE_string("profile", None, "Directory for a picture of every step by stage; the table is printed.")
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Timed calls per point.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
 
-_GREEDY = RequestSampling(temperature=0.0)
-_PAGE = 64
+
+def numbers_of(flag: str, text: str, counts: tuple[int, ...]) -> list[int]:
+    """The numbers of `text`, which are separated by x and as many as one of `counts` says."""
+    numbers = text.split("x")
+    if len(numbers) not in counts or not all(number.isdecimal() and int(number) for number in numbers):
+        wanted = " or ".join("x".join("N" * count) for count in counts)
+        raise app.UsageError(f"--{flag}={text}: must be {wanted}, whole numbers of at least 1")
+    return [int(number) for number in numbers]
 
 
-def random_params(cfg: ModelConfig) -> Params:
-    """Weights drawn on the device, of roughly normal size: `checkpoint.random` would draw them on the host for longer
-    than everything here runs."""
-    abstract = abstract_params(cfg)
+def measured_ceilings() -> dict[str, float]:
+    """Copy and matmul rates; by the clock and at small sizes where there is no GPU."""
+    if jax.default_backend() == "gpu":
+        return ceilings()
 
-    @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-    def draw(key, shape, stored, exponent):
-        if stored == "I8":
-            return jax.random.bits(key, shape, jnp.uint8)
-        if stored == "F8_E8M0":
-            return jax.random.randint(key, shape, exponent - 1, exponent + 2).astype(jnp.uint8)
-        if stored == "F8_E4M3":
-            return (jax.random.normal(key, shape, jnp.bfloat16) * 64).astype(jnp.float8_e4m3fn)
-        return jax.random.normal(key, shape, jnp.bfloat16)
-
-    leaves = []
-    for i, (name, spec) in enumerate(named_leaves(abstract)):
-        key, packed = jax.random.key(i), "experts" in name
-        inputs = spec.shape[-1] * {"F8_E8M0": 32, "I8": 2}.get(spec.stored, 1)
-        exponent = 127 + round(math.log2(inputs**-0.5 / (3 if packed else 64)))
-        if spec.derived:
-            leaves.append(jnp.arange(cfg.vocab_size, dtype=jnp.int32) % cfg.engram_compressed_vocab_size)
-            continue
-        value = draw(key, spec.shape, spec.stored, exponent)
-        if spec.stored in ("BF16", "F32"):
-            one = "norm" in name or name.endswith(("q_weight", "k_weight"))
-            value = (1 + 0.2 * value if one else value * inputs**-0.5).astype(spec.dtype)
-        leaves.append(value)
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-
-
-def random_cache(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics) -> Cache:
-    """A cache whose records are those of normal vectors."""
-    cache = init_cache(cfg, cache_cfg, numerics)
-
-    def fill(record_format, arrays, n, seed):
-        made = jax.jit(
-            lambda shape, key: record_format.store(jax.random.normal(key, (*shape, n), numerics.dtype), numerics),
-            static_argnums=0,
-        )
-        keys = jax.random.split(jax.random.key(seed), len(arrays))
-        return tuple(made(a.shape[:2], key) for a, key in zip(arrays, keys, strict=True))
-
-    return cache.replace(
-        entries=fill(COMPRESSED_ENTRY, cache.entries, cfg.head_dim, 0),
-        index_keys=fill(INDEX_KEY, cache.index_keys, cfg.index_head_dim, 1),
-        windows=fill(WINDOW_KEY, cache.windows, cfg.head_dim, 2),
-    )
-
-
-def median_seconds(run) -> float:
-    """Median wall time of blocking calls, after one that is not counted."""
-    run()
-    times = []
-    for _ in range(_REPEATS.value):
+    def by_the_clock(fn, argument_sets):
+        jax.block_until_ready(fn(*argument_sets[0]))
         begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+        jax.block_until_ready(fn(*argument_sets[0]))
+        return (time.perf_counter() - begin) * 1e6
+
+    return ceilings(by_the_clock, 1 << 22, 256)
 
 
-def ceilings() -> dict[str, float]:
-    """Read + write bandwidth of x + 1 and bf16 matmul rate on this device; sizes shrink on a CPU."""
-    size = (1 << 30) if jax.default_backend() == "gpu" else (1 << 24)
-    n = 8192 if jax.default_backend() == "gpu" else 512
-    x = jnp.ones(size, jnp.bfloat16)
-    a = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16)
-    add, dot = jax.jit(lambda x: x + 1), jax.jit(lambda a: a @ a)
-    return {
-        "read_write_bytes_per_second": 4 * size / median_seconds(lambda: add(x).block_until_ready()),
-        "bf16_flops_per_second": 2 * n**3 / median_seconds(lambda: dot(a).block_until_ready()),
-    }
+def run_cases(
+    cases: list[StepCase], params: Params, cfg: ModelConfig, numerics: Numerics, limits: dict[str, float]
+) -> list[dict]:
+    """Times, and with --profile stages, of every case."""
+    begin = time.perf_counter()
+    with emulation.emulated_rank(_RANKS.value):
+        lowered = [case.lower(params, cfg, numerics) for case in cases]
+    programs = compile_all(lowered)
+    profiled = compile_all(lowered, NO_COMMAND_BUFFERS) if _PROFILE.value else [None] * len(cases)
+    print(f"{len(cases)} steps compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    records = []
+    for case, program, profiling in zip(cases, programs, profiled, strict=True):
+        cache = random_cache(cfg, case.cache_cfg, numerics)
+        waited, sent, output = time_step(program, params, cache, case.batch, _REPEATS.value)
+        # Each rank's experts stand for those of all ranks.
+        load = np.asarray(output.expert_load).reshape(cfg.num_hidden_layers, _RANKS.value, -1).sum(1)
+        costs = step_costs(cfg, case.shape)
+        floor = sum(cost.floor(limits) for cost in costs.values()) / 1e3
+        record = {
+            "step": case.name,
+            "milliseconds": sent * 1e3,
+            "milliseconds_waited_for": waited * 1e3,
+            "tokens_per_second": case.shape.tokens / sent,
+            "floor_milliseconds": floor,
+            "experts_in_use": float((load > 0).sum(1).mean()),
+        }
+        print(
+            f"{case.name:<36}{sent * 1e3:>10.2f} ms{waited * 1e3:>10.2f} waited for{floor:>10.2f} floor"
+            f"{case.shape.tokens / sent:>12.0f} tokens/s, {record['experts_in_use']:.1f} of {load.shape[1]} experts",
+            flush=True,
+        )
+        if profiling is not None:
+            # The last cache was given away.
+            spent = profile_step(profiling, params, random_cache(cfg, case.cache_cfg, numerics), case.batch)
+            lines = stage_lines(spent, costs, limits)
+            print(table(lines, spent, cfg.num_hidden_layers), flush=True)
+            print(f"without a kernel in the step as it runs: {1 - spent.busy / sent / 1e6:.1%}", flush=True)
+            record |= {"stages": [dataclasses.asdict(line) for line in lines], "busy": spent.busy, "span": spent.span}
+            file = Path(_PROFILE.value) / f"{re.sub('[^a-z0-9]+', '_', case.name)}.svg"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(picture(lines, case.name), encoding="utf-8")
+        records.append(record)
+    return records
 
 
-def decode_weight_bytes(cfg: ModelConfig, tokens: int) -> float:
-    """Fewest weight bytes a decode step reads: shared weights once, each expert that uniform routing picks once."""
-    d, layers = cfg.hidden_size, cfg.num_hidden_layers
-    expert = 3 * d * cfg.moe_intermediate_size * (0.5 + 1 / 32)
-    picked = cfg.n_routed_experts * (1 - (1 - cfg.num_experts_per_tok / cfg.n_routed_experts) ** tokens)
-    attention = cfg.q_lora_rank * d + cfg.num_attention_heads * cfg.head_dim * (cfg.q_lora_rank + cfg.o_lora_rank)
-    attention += cfg.head_dim * d + d * cfg.o_groups * cfg.o_lora_rank
-    shared = 3 * d * cfg.moe_intermediate_size + 2 * 24 * cfg.hc_mult * d * 4 + 2 * cfg.n_routed_experts * d
-    return layers * (picked * expert + attention + shared) + 2 * cfg.vocab_size * d
+def cached_prefix(
+    params: Params, cfg: ModelConfig, numerics: Numerics, new: int, cached: int, chunk: int
+) -> list[dict]:
+    """Prefill behind a cached prefix: seconds of all chunks, for each of three improvements alone and together.
+
+    The decoder half on the end of the prompt only; Engram tables on the device instead of host memory; `topk` instead
+    of XLA's sort, which makes no difference without kernels.
+    """
+    pages = ceil_div(cached + new, PAGE)
+    cache_cfg = CacheConfig(slots=1, pages=pages, page_size=PAGE)
+    chunks = prefill_chunks(cfg, new, cached, chunk)
+    token_map = np.asarray(params["engram_token_map"])
+    host, host_tables = _without_tables(params, cfg), RandomHostTables(cfg)
+    setups = [on for on in itertools.product((False, True), repeat=3) if sum(on) in (0, 1, 3)]
+
+    def batches(decoder_cut, on_device):
+        bucket = prefill_bucket(min(chunk, new), pages, "bounded" if decoder_cut else "exact")
+        for one in chunks:
+            batch = prefill_batch(cfg, cache_cfg, [one], bucket)
+            yield batch if on_device else with_engram_rows(cfg, batch, token_map, host_tables)
+
+    lowered = []
+    cache = jax.eval_shape(lambda: init_cache(cfg, cache_cfg, numerics))
+    for decoder_cut, on_device, own_topk in setups:
+        sort = contextlib.nullcontext() if own_topk else emulation.without_own_topk()
+        with emulation.emulated_rank(_RANKS.value), sort:
+            batch = next(batches(decoder_cut, on_device))
+            given = params if on_device else host
+            lowered.append(prefill_step.lower(given, cache, batch, cfg=cfg, numerics=numerics))
+    records = []
+    for (decoder_cut, on_device, own_topk), program in zip(setups, compile_all(lowered), strict=True):
+        cache = random_cache(cfg, cache_cfg, numerics)
+        for _ in range(2):  # The second time counts.
+            begin = time.perf_counter()
+            for batch in batches(decoder_cut, on_device):
+                cache, output = program(params if on_device else host, cache, batch)
+            jax.block_until_ready(output.tokens)
+            seconds = time.perf_counter() - begin
+        records.append(
+            {
+                "decoder_cut": decoder_cut,
+                "tables_on_device": on_device,
+                "own_topk": own_topk,
+                "seconds": seconds,
+                "tokens_per_second": new / seconds,
+            }
+        )
+        switches = {"decoder cut": decoder_cut, "tables on device": on_device, "own top-k": own_topk}
+        names = [name for name, on in switches.items() if on]
+        gain = records[0]["seconds"] / seconds - 1
+        print(f"{new} behind {cached}: {' + '.join(names) or 'none':<44}{new / seconds:>10.0f} tokens/s {gain:+.1%}")
+    return records
 
 
-def time_decode(
-    params, cfg: ModelConfig, numerics: Numerics, requests: int, tokens_per_request: int, context: int
-) -> float:
-    """Seconds of one decode step."""
-    pages = ceil_div(context + tokens_per_request, _PAGE)
-    cache_cfg = CacheConfig(slots=requests, pages=pages * requests, page_size=_PAGE)
-    cache = random_cache(cfg, cache_cfg, numerics)
-    newest = [list(range(17 + i, 17 + i + tokens_per_request)) for i in range(requests)]
-    tokens = [DecodeTokens(newest[i], context, i, range(i * pages, (i + 1) * pages), _GREEDY) for i in range(requests)]
-    batch = decode_batch(cfg, cache_cfg, tokens, DecodeBucket(requests, pages, tokens_per_request))
-    batch = jax.device_put(batch)
-    state = [cache]
-
-    def run():
-        state[0], output = decode_step(params, state[0], batch, cfg=cfg, numerics=numerics)
-        output.tokens.block_until_ready()
-
-    return median_seconds(run)
+def _without_tables(params: Params, cfg: ModelConfig) -> Params:
+    layers = dict(params["layers"])
+    for i in cfg.engram_layer_ids:
+        engram = {name: leaf for name, leaf in layers[i]["engram"].items() if name != "embed"}
+        layers[i] = {**layers[i], "engram": engram}
+    return {**params, "layers": layers}
 
 
-def time_prefill(params, cfg: ModelConfig, numerics: Numerics, tokens: int, replay: str) -> float:
-    """Seconds of one prefill step of a whole prompt."""
-    pages = ceil_div(tokens, _PAGE)
-    cache_cfg = CacheConfig(slots=1, pages=pages, page_size=_PAGE)
-    cache = init_cache(cfg, cache_cfg, numerics)
-    prompt = np.random.default_rng(0).integers(3, cfg.vocab_size, tokens).astype(np.int32)
-    bucket = PrefillBucket(tokens, 1, pages, tile=64, replay=replay)
-    chunk = PrefillChunk(prompt, 0, tokens, 0, range(pages), sampling=_GREEDY)
-    batch = prefill_batch(cfg, cache_cfg, [chunk], bucket)
-    batch = jax.device_put(batch)
-    state = [cache]
+def check_flags(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[dict]:
+    """Whether `step_flags.VARIANTS` give the same bits, and their times, for a decode and a prefill step.
 
-    def run():
-        state[0], output = prefill_step(params, state[0], batch, cfg=cfg, numerics=numerics)
-        output.tokens.block_until_ready()
+    A variant that this XLA does not know is told apart from one whose results differ.
+    """
+    records = []
+    for case in (decode_case(cfg, 8, 2, 2048), prefill_case(cfg, 512, 1024, "bounded")):
+        with emulation.emulated_rank(_RANKS.value):
+            lowered = case.lower(params, cfg, numerics)
+        programs, unknown = {}, {}
+        for name, options in VARIANTS.items():
+            try:
+                (programs[name],) = compile_all([lowered], options)
+            except jax.errors.JaxRuntimeError as error:
+                unknown[name] = str(error).splitlines()[0]
+        make_cache = functools.partial(random_cache, cfg, case.cache_cfg, numerics)
+        equal = compare_programs(programs, params, case.batch, make_cache)
+        for name in VARIANTS:
+            record = {"step": case.name, "flags": name}
+            if name in unknown:
+                record["unknown"] = unknown[name]
+                print(f"{case.name:<32}{name:<24}not known to this XLA: {unknown[name]}", flush=True)
+            else:
+                _, sent, _ = time_step(programs[name], params, make_cache(), case.batch, _REPEATS.value)
+                record |= {"equal": equal[name], "milliseconds": sent * 1e3}
+                same = "same bits" if equal[name] else "DIFFERENT"
+                print(f"{case.name:<32}{name:<24}{sent * 1e3:>10.2f} ms  {same}", flush=True)
+            records.append(record)
+    return records
 
-    return median_seconds(run)
 
-
-def compare_with_forward(params, cfg: ModelConfig, numerics: Numerics, length: int = 600) -> dict[str, float]:
+def compare_with_forward(params: Params, cfg: ModelConfig, numerics: Numerics, length: int = 600) -> dict[str, float]:
     """Prefill of length - 8 tokens in two chunks, then 8 decode steps, against `forward` over all of them."""
     tokens = np.random.default_rng(1).integers(3, cfg.vocab_size, length).astype(np.int32)
     whole = np.asarray(forward(params, tokens[None], cfg=cfg, numerics=numerics).logits[0, length - 9 :])
-    pages, prompt = ceil_div(length, _PAGE), tokens[: length - 8]
-    cache_cfg = CacheConfig(slots=1, pages=pages, page_size=_PAGE)
+    pages, prompt = ceil_div(length, PAGE), tokens[: length - 8]
+    cache_cfg = CacheConfig(slots=1, pages=pages, page_size=PAGE)
     cache = init_cache(cfg, cache_cfg, numerics)
     bucket, rows = PrefillBucket(512, 1, pages, tile=64), []
     for start, end in ((0, 333), (333, length - 8)):
-        chunk = PrefillChunk(prompt, start, end, 0, range(pages), sampling=_GREEDY)
+        chunk = PrefillChunk(prompt, start, end, 0, range(pages), sampling=GREEDY)
         batch = prefill_batch(cfg, cache_cfg, [chunk], bucket)
         cache, output = prefill_step(params, cache, batch, cfg=cfg, numerics=numerics)
     rows.append(np.asarray(output.logits[0, 0]))
     for p in range(length - 8, length):
-        newest = DecodeTokens([int(tokens[p])], p, 0, range(pages), _GREEDY)
+        newest = DecodeTokens([int(tokens[p])], p, 0, range(pages), GREEDY)
         batch = decode_batch(cfg, cache_cfg, [newest], DecodeBucket(1, pages))
         cache, output = decode_step(params, cache, batch, cfg=cfg, numerics=numerics)
         rows.append(np.asarray(output.logits[0, 0]))
@@ -198,54 +274,67 @@ def compare_with_forward(params, cfg: ModelConfig, numerics: Numerics, length: i
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    cfg = reduced_config(
-        _LAYERS.value, n_routed_experts=_EXPERTS.value, engram_vocab_size=_ENGRAM.value, dspark_n_routed_experts=8
+def measure(cfg: ModelConfig) -> dict:
+    """Everything that the flags ask for."""
+    numerics, why = with_implementation(
+        FAST if _NUMERICS.value == "fast" else REFERENCE, _IMPLEMENTATION.value, cfg, PAGE
     )
+    decode = [numbers_of("decode", text, (3,)) for text in _DECODE.value]
+    prefill = [numbers_of("prefill", text, (1, 2)) for text in _PREFILL.value]
+    prefix = numbers_of("cached_prefix", _CACHED_PREFIX.value, (3,)) if _CACHED_PREFIX.value else None
+    ranks = _RANKS.value
+    if _COMPARE.value and ranks > 1:
+        raise app.UsageError(f"--compare with --ranks={ranks}: an emulated rank computes another model")
     begin = time.perf_counter()
-    params = jax.block_until_ready(random_params(cfg))
-    if _IMPLEMENTATION.value == "pallas":
-        params = pack_params(params)
+    params = jax.block_until_ready(random_params(cfg, numerics, ranks))
+    seconds = time.perf_counter() - begin
     report = {
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "numerics": _NUMERICS.value,
-        "implementation": _IMPLEMENTATION.value,
+        "implementation": numerics.implementation,
         "modes": [cfg.mode(i) for i in range(cfg.num_hidden_layers)],
         "experts": cfg.n_routed_experts,
+        "emulated_ranks": ranks,
         "parameter_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
-        "drawing_seconds": time.perf_counter() - begin,
-        "ceilings": ceilings(),
-        "decode": [],
-        "prefill": [],
+        "drawing_seconds": seconds,
+        "ceilings": measured_ceilings(),
     }
-    bandwidth = report["ceilings"]["read_write_bytes_per_second"]
-    numerics = dataclasses.replace(
-        FAST if _NUMERICS.value == "fast" else REFERENCE, implementation=_IMPLEMENTATION.value
-    )
+    print(f"{numerics.implementation}{f' ({why})' if why else ''}")
+    print(f"{report['parameter_bytes'] / 2**30:.1f} GiB drawn in {seconds:.1f} s")
+    print(", ".join(f"{name} {rate / 1e12:.2f} T/s" for name, rate in report["ceilings"].items()), flush=True)
+    if _CHECK_FLAGS.value:
+        return report | {"flags": check_flags(params, cfg, numerics)}
+    if ranks > 1:
+        report["exchange_bytes_per_layer_and_token"] = emulation.exchange_bytes(
+            ranks, 1, cfg.hidden_size, cfg.num_experts_per_tok
+        )
+        print(f"one rank of {ranks}, the exchange by copies on the device", flush=True)
     if _COMPARE.value:
         report["prefill_decode_against_forward"] = compare_with_forward(params, cfg, numerics)
         print(report["prefill_decode_against_forward"], flush=True)
-    for point in _DECODE.value:
-        requests, tokens, context = map(int, point.split("x"))
-        seconds = time_decode(params, cfg, numerics, requests, tokens, context)
-        floor = decode_weight_bytes(cfg, requests * tokens) / bandwidth
-        report["decode"].append(
-            {
-                "requests": requests, "tokens": tokens, "context": context, "milliseconds": seconds * 1e3,
-                "weight_floor_milliseconds": floor * 1e3, "share_of_ceiling": floor / seconds,
-            }
-        )  # fmt: skip
-        print(report["decode"][-1], flush=True)
-    for tokens in _PREFILL.value:
-        for replay in ("exact", "bounded"):
-            seconds = time_prefill(params, cfg, numerics, tokens, replay)
-            report["prefill"].append({"tokens": tokens, "replay": replay, "milliseconds": seconds * 1e3})
-            print(report["prefill"][-1], flush=True)
-    Path(_OUTPUT.value).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    cases = [decode_case(cfg, *numbers, ranks) for numbers in decode]
+    cases += [
+        prefill_case(cfg, numbers[0], sum(numbers[1:]), replay, ranks)
+        for numbers in prefill
+        for replay in _REPLAY.value
+    ]
+    report["steps"] = run_cases(cases, params, cfg, numerics, report["ceilings"])
+    if prefix:
+        report["cached_prefix"] = cached_prefix(params, cfg, numerics, *prefix)
+    return report
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    if _MODEL.value:
+        cfg = ModelConfig.from_checkpoint(_MODEL.value)
+    else:
+        sizes = {"n_routed_experts": _EXPERTS.value, "engram_vocab_size": _ENGRAM.value, "dspark_n_routed_experts": 8}
+        cfg = reduced_config(_LAYERS.value, **sizes)
+    Path(_OUTPUT.value).write_text(json.dumps(measure(cfg), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

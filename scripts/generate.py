@@ -19,7 +19,9 @@ from dsv4jax.checkpoint.engram_tables import HostEngramTables
 from dsv4jax.checkpoint.load import load_params
 from dsv4jax.config import ModelConfig
 from dsv4jax.generate import Generator
+from dsv4jax.implementation import with_implementation
 from dsv4jax.numerics import FAST, REFERENCE
+from dsv4jax.packing import pack_params
 from dsv4jax.sampling_settings import RequestSampling
 from dsv4jax.tokenizer import StreamDecoder, Tokenizer
 
@@ -35,6 +37,9 @@ _TOP_P = flags.DEFINE_float("top_p", 1.0, "1 = off.")
 _MIN_P = flags.DEFINE_float("min_p", 0.0, "0 = off.")
 _SEED = flags.DEFINE_integer("seed", None, "Default: a new one every run.")
 _NUMERICS = flags.DEFINE_enum("numerics", "reference", ["reference", "fast"], "Where to round.")
+_IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
+)
 _REPLAY = flags.DEFINE_enum(
     "replay", "exact", ["exact", "bounded"], "Decoder layers over the prompt: all of it, or its end."
 )
@@ -132,9 +137,12 @@ def _run() -> None:
     writers = [_Completion(tokenizer) for _ in texts]
     writers += [_Reply(tokenizer, p) for p in prompts[len(texts) :]]
     on_device = _ENGRAM.value == "device"
+    numerics, _ = with_implementation(FAST if _NUMERICS.value == "fast" else REFERENCE, _IMPLEMENTATION.value, cfg)
 
     loading = time.perf_counter()
     params = load_params(model, cfg, tables_on_device=on_device, progress=_MODEL.value is not None)
+    if numerics.implementation == "pallas":
+        params = pack_params(params)
     loaded = time.perf_counter()
     generator = Generator(
         params,
@@ -144,7 +152,7 @@ def _run() -> None:
         sampling=sampling,
         stop_ids=[tokenizer.eos_id],
         usable_ids=min(tokenizer.vocab_size, cfg.vocab_size),
-        numerics=FAST if _NUMERICS.value == "fast" else REFERENCE,
+        numerics=numerics,
         replay=_REPLAY.value,
         tables=None if on_device else HostEngramTables(model, cfg),
     )
@@ -162,7 +170,8 @@ def _run() -> None:
     t = generator.timing
     print(
         f"\nprefill {_rate(t.prefill_tokens, t.prefill_seconds)}, decode {_rate(t.decode_tokens, t.decode_seconds)};"
-        f" {len(prompts)} prompts, {_NUMERICS.value} numerics, {_REPLAY.value} replay\n"
+        f" {len(prompts)} prompts, {_NUMERICS.value} numerics,"
+        f" {numerics.implementation} implementation, {_REPLAY.value} replay\n"
         f"first token {first - loading:.1f} s after start of loading: loading {loaded - loading:.1f} s, compiling"
         f" {t.compile_seconds:.1f} s",
         file=sys.stderr,

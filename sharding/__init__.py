@@ -1,5 +1,30 @@
-"""Meshes and sharding rules. Nothing outside this package names a mesh axis."""
+"""Meshes, sharding rules, and what devices exchange. Nothing outside this package names a mesh axis."""
 
-from sharding.rules import EXPERT_PARALLEL, ShardingRules, expert_parallel, make_mesh, sharding_for, single
+from sharding.layout import SINGLE, Layout, decode_dep, latency, prefill_dep, single
+from sharding.placement import ExpertPlacement
+from sharding.rules import (
+    ShardingRules,
+    abstract_mesh,
+    expert_parallel,
+    make_mesh,
+    padded_shape,
+    sharding_for,
+    tensor_parallel,
+)
 
-__all__ = ["EXPERT_PARALLEL", "ShardingRules", "expert_parallel", "make_mesh", "sharding_for", "single"]
+__all__ = [
+    "SINGLE",
+    "ExpertPlacement",
+    "Layout",
+    "ShardingRules",
+    "abstract_mesh",
+    "decode_dep",
+    "expert_parallel",
+    "latency",
+    "make_mesh",
+    "padded_shape",
+    "prefill_dep",
+    "sharding_for",
+    "single",
+    "tensor_parallel",
+]

@@ -1,11 +1,13 @@
-"""Which mesh axis shards which logical axis of an array, and the meshes that go with each choice."""
+"""Which mesh axis shards which logical axis of an array, and the mesh that goes with it."""
 
 import dataclasses
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-EXPERT_AXIS = "expert"
+RANK_AXIS = "rank"
+_PADDED = ("engram_rows",)
+"""Logical axes that are filled up with zeros to a multiple of their mesh axis: a hash never yields these rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,25 +23,22 @@ class ShardingRules:
     index_heads: str | None = None
     expert: str | None = None
     expert_width: str | None = None
+    shared_width: str | None = None
     engram_rows: str | None = None
     engram_kv: str | None = None
 
 
-def single() -> ShardingRules:
-    """Everything replicated."""
-    return ShardingRules()
-
-
-def expert_parallel(axis: str = EXPERT_AXIS) -> ShardingRules:
-    """Experts and Engram table rows spread over `axis`, everything else replicated; wants `make_mesh(n, axis)`."""
+def expert_parallel(axis: str = RANK_AXIS) -> ShardingRules:
+    """Experts and Engram table rows spread over `axis`, everything else replicated."""
     return ShardingRules(expert=axis, engram_rows=axis)
 
 
-EXPERT_PARALLEL = expert_parallel()
-"""How parameters are spread over a mesh when nothing else is said."""
+def tensor_parallel(axis: str = RANK_AXIS) -> ShardingRules:
+    """As `expert_parallel`, and attention heads with their part of the output, and the shared expert's width."""
+    return dataclasses.replace(expert_parallel(axis), heads=axis, o_lora=axis, shared_width=axis)
 
 
-def make_mesh(devices: int, axis: str = EXPERT_AXIS) -> Mesh:
+def make_mesh(devices: int, axis: str = RANK_AXIS) -> Mesh:
     """A mesh of one axis over the first `devices` devices.
 
     Raises:
@@ -49,6 +48,21 @@ def make_mesh(devices: int, axis: str = EXPERT_AXIS) -> Mesh:
     if not 1 <= devices <= len(available):
         raise ValueError(f"a mesh of {devices} devices: allowed are 1 to {len(available)}, the devices there are")
     return jax.make_mesh((devices,), (axis,), devices=available[:devices], axis_types=(AxisType.Explicit,))
+
+
+def abstract_mesh(devices: int) -> AbstractMesh:
+    """The mesh of `make_mesh` without devices, for computing with shapes."""
+    return AbstractMesh((devices,), (RANK_AXIS,), axis_types=(AxisType.Explicit,))
+
+
+def padded_shape(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], rules: ShardingRules, mesh: Mesh | AbstractMesh | None
+) -> tuple[int, ...]:
+    """The shape in memory of an array over a mesh: Engram table rows are filled up to a multiple of the devices."""
+    if mesh is None:
+        return shape
+    shards = [mesh.shape.get(getattr(rules, axis), 1) if axis in _PADDED else 1 for axis in axes]
+    return tuple(-(-size // n) * n for size, n in zip(shape, shards, strict=True))
 
 
 def sharding_for(

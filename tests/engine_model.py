@@ -10,7 +10,7 @@ import hashlib
 
 import numpy as np
 
-from dsv4jax.engine.plan import NEXT_TOKEN, RankResult, Sampled, StepResult
+from dsv4jax.engine.plan import NEXT_TOKEN, RankResult, Sampled, Speculated, StepResult
 from dsv4jax.engine.token_mask import MaskError
 
 EOS = 1
@@ -33,19 +33,26 @@ def next_token(history, seed, mask=None) -> int:
 class ChainMask:
     """Allows eight tokens around a place that moves with every token: how far, depends on the token if it `waits`.
 
-    Every third mask allows all. After `fail_after` tokens no mask can be made any more.
+    Every third mask allows all, and each is that of `period` tokens. After `fail_after` tokens no mask can be made any
+    more.
     """
 
-    def __init__(self, waits: bool, fail_after: int = 10**6):
-        self.waits_for_tokens, self.fail_after = waits, fail_after
+    def __init__(self, waits: bool, fail_after: int = 10**6, period: int = 1):
+        assert not (waits and period > 1)
+        self.waits_for_tokens, self.fail_after, self.period = waits, fail_after, period
         self.count = self.place = 0
         self.made = {}
+
+    @property
+    def unchanged_for(self):
+        return max(1, min(self.period - self.count % self.period, self.fail_after - self.count))
 
     def next(self, ahead=0):
         assert ahead == 0 or (ahead == 1 and not self.waits_for_tokens)
         count = self.count + ahead
         if count >= self.fail_after:
             raise MaskError("no mask any more")
+        count //= self.period
         place = self.place if self.waits_for_tokens else 7 * count
         if count % 3 == 2:
             return None
@@ -81,10 +88,14 @@ def rollout(request, index) -> list[int]:
 
 
 class CheckingExecutor:
-    """Runs plans against remembered pages and windows; the clock counts steps."""
+    """Runs plans against remembered pages and windows; the clock counts steps.
 
-    def __init__(self, cfg):
-        self.cfg = cfg
+    Each draft is right with probability `acceptance`, and of the drafts that a step may leave out it verifies some.
+    """
+
+    def __init__(self, cfg, acceptance=0.6):
+        self.cfg, self.acceptance = cfg, acceptance
+        self.rng = np.random.default_rng(0)
         self.fail_next = 0
         self.failures = 0
         self.failures_in_a_row = 0
@@ -104,6 +115,8 @@ class CheckingExecutor:
         self.seeds = [[None] * cfg.slots for _ in range(cfg.ranks)]
         self.masks = [[None] * cfg.slots for _ in range(cfg.ranks)]
         self.floors = np.zeros((cfg.ranks, cfg.slots), int)
+        self.positions = np.zeros((cfg.ranks, cfg.slots), int)
+        self.drafts = np.zeros((cfg.ranks, cfg.slots), int)  # that follow the newest chosen token
 
     def now(self):
         return self._time
@@ -149,6 +162,7 @@ class CheckingExecutor:
             for position in range(chunk.start, chunk.end):
                 self._write(rank, chunk.slot, chunk.pages, position, chunk.tokens[position], chunk)
             prefills.append(self._sample(rank, chunk.slot, chunk.pages, chunk.end))
+            self._move(rank, chunk.slot, chunk.end)
         decodes = []
         if plan.decodes is not None:
             d = plan.decodes
@@ -160,7 +174,59 @@ class CheckingExecutor:
                     assert token >= 0, "a token was used before it was sampled"
                 self._write(rank, slot, pages, int(start), token, None)
                 decodes.append(self._sample(rank, slot, pages, int(start) + 1))
-        return RankResult(_sampled(prefills), _sampled(decodes), (None,) * len(prefills))
+                self._move(rank, slot, int(start) + 1)
+        speculation = None
+        if plan.speculation is not None:
+            assert plan.decodes is None and len(set(plan.speculation.slots.tolist())) == len(plan.speculation.slots)
+            speculation = self._speculate(rank, plan.speculation)
+        for slot in plan.first_drafts:
+            chunk = next(c for c in plan.prefills if c.slot == slot)
+            assert chunk.end == len(chunk.tokens), "drafts in the middle of a prompt"
+            self.drafts[rank, slot] = cfg.drafts
+        return RankResult(_sampled(prefills), _sampled(decodes), (None,) * len(prefills), speculation)
+
+    def _move(self, rank, slot, position):
+        """After a step without drafts."""
+        self.positions[rank, slot], self.drafts[rank, slot] = position, 0
+
+    def _speculate(self, rank, s):
+        width = self.cfg.drafts + 1
+        verified, rows = [], []
+        for slot, most, end, given, least, drafts, pages in zip(
+            s.slots.tolist(), s.positions.tolist(), s.ends.tolist(), s.tokens.tolist(), s.min_drafts, s.max_drafts,
+            s.page_table, strict=True,
+        ):  # fmt: skip
+            assert 0 <= least <= drafts <= self.cfg.drafts
+            position, token = int(self.positions[rank, slot]), int(self.next_tokens[rank, slot])
+            assert token >= 0, "a token was used before it was sampled"
+            assert position <= most <= end
+            if given != NEXT_TOKEN:
+                assert position == most and drafts == 0
+                token = given
+            if position >= end:
+                verified.append(0)
+                rows.append([])
+                continue
+            limit = min(drafts, self.drafts[rank, slot], end - position - 1)
+            count = int(self.rng.integers(min(least, limit), limit + 1))
+            tokens = []
+            for place in range(count + 1):
+                self._write(rank, slot, pages, position + place, token, None)
+                token = self._sample(rank, slot, pages, position + place + 1)
+                tokens.append(token)
+                if place < count and self.rng.random() >= self.acceptance:
+                    break
+            for rejected in range(position + len(tokens), position + count + 1):
+                self._write(rank, slot, pages, rejected, VOCAB, None)
+            verified.append(count)
+            rows.append(tokens)
+            self.positions[rank, slot], self.drafts[rank, slot] = position + len(tokens), self.cfg.drafts
+        return Speculated(
+            counts=np.array([len(row) for row in rows], np.int32),
+            verified=np.array(verified, np.int32),
+            tokens=np.array([row + [0] * (width - len(row)) for row in rows], np.int32),
+            logprobs=np.zeros((len(rows), width), np.float32),
+        )
 
     def _write(self, rank, slot, pages, position, token, chunk):
         size, window = self.cfg.page_size, self.windows[rank][slot]

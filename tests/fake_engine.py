@@ -12,6 +12,7 @@ import numpy as np
 from fastapi import FastAPI
 
 import dsv4jax
+from dsv4jax.engine.draft_totals import DraftTotals
 from dsv4jax.engine.records import EngineStats, StepRecord
 from dsv4jax.engine.request import EngineStopped, GenerationRequest, TokenChunk
 from dsv4jax.server.app import Profiler, create_app
@@ -98,7 +99,8 @@ class FakeEngine:
 def engine_stats(**values: float) -> EngineStats:
     """Statistics that are 0 where nothing is said."""
     names = EngineStats.__dataclass_fields__
-    return EngineStats(**{**dict.fromkeys(names, 0), "slots": 64, "pages": 1000, **values})
+    fixed = {"slots": 64, "pages": 1000, "ranks": (), "drafts": DraftTotals.zero(5), "balance": None}
+    return EngineStats(**{**dict.fromkeys(names, 0), **fixed, **values})
 
 
 def step_record(number: int = 1, **values) -> StepRecord:

@@ -36,7 +36,7 @@ class ScriptedEngine:
         self.refusal: Exception | None = None  # of check and generate
         self.ending: tuple[str, str | None] | None = None  # finish reason and error instead of the script's end
         self.pause = 0.0  # seconds before each chunk
-        self.cached_tokens = 0
+        self.cached_tokens = self.drafted = self.accepted = 0
         self.requests: list[GenerationRequest] = []
         self.stopped: list[tuple[str, int]] = []
         self.given = 0  # tokens
@@ -90,6 +90,8 @@ class ScriptedEngine:
                 top_logprobs=tuple(tuple(best(i, top)) for i in part) if top >= 0 else (),
                 prompt_logprobs=_prompt_logprobs(request) if first else None,
                 cached_tokens=self.cached_tokens,
+                drafted=self.drafted,
+                accepted=self.accepted,
                 finish_reason=reason if end else None,
                 stop_reason=stop_id if end and reason == "stop" else None,
             )

@@ -11,13 +11,16 @@ from dsv4jax.batch import (
     DecodeTokens,
     PrefillBucket,
     PrefillChunk,
+    SpeculativeRequest,
     decode_batch,
     prefill_batch,
+    speculative_batch,
     with_engram_rows,
 )
 from dsv4jax.cache import Cache, CacheConfig, init_cache
 from dsv4jax.sampling import request_rows
 from dsv4jax.sampling_settings import RequestSampling
+from dsv4jax.speculation import draft_step, speculative_step
 from dsv4jax.steps import decode_step, prefill_step, start_request
 
 GREEDY = RequestSampling(temperature=0.0)
@@ -42,11 +45,23 @@ class Server:
     """A cache with fixed buckets. `poison` fills everything a request does not own with NaN."""
 
     def __init__(
-        self, cfg, params, numerics, *, prefill, decode, slots=3, pages=64, page_size=8, poison=False, tables=None
+        self,
+        cfg,
+        params,
+        numerics,
+        *,
+        prefill,
+        decode,
+        slots=3,
+        pages=64,
+        page_size=8,
+        poison=False,
+        tables=None,
+        **cache,
     ):
         self.cfg, self.params, self.numerics, self.tables = cfg, params, numerics, tables
         self.prefill_bucket, self.decode_bucket = prefill, decode
-        self.cache_cfg = CacheConfig(slots=slots, pages=pages, page_size=page_size)
+        self.cache_cfg = CacheConfig(slots=slots, pages=pages, page_size=page_size, **cache)
         self.cache = init_cache(cfg, self.cache_cfg, numerics)
         if poison:
             self.cache = poisoned(self.cache)
@@ -94,6 +109,38 @@ class Server:
         batch = self.rows(decode_batch(self.cfg, self.cache_cfg, requests, self.decode_bucket))
         self.cache, output = decode_step(self.params, self.cache, batch, cfg=self.cfg, numerics=self.numerics)
         return output
+
+    def draft(self, *requests: Request):
+        """A draft round for each request."""
+        self.cache, output = draft_step(
+            self.params,
+            self.cache,
+            self._speculative(*((r, 0) for r in requests)),
+            cfg=self.cfg,
+            numerics=self.numerics,
+        )
+        return output
+
+    def speculate(
+        self, *parts: tuple[Request, int], end: int | None = None, min_drafts=0, allowed=None, tokens=None, **options
+    ):
+        """Verifies up to a number of drafts of each request, and drafts anew."""
+        batch = self._speculative(*parts, end=end, min_drafts=min_drafts).replace(allowed=allowed)
+        if tokens is not None:
+            batch = batch.replace(tokens=tokens)
+        static = {"cfg": self.cfg, "numerics": self.numerics}
+        self.cache, output = speculative_step(self.params, self.cache, batch, **static, **options)
+        return output
+
+    def _speculative(self, *parts: tuple[Request, int], end: int | None = None, min_drafts: int = 0):
+        size = self.cache_cfg.page_size
+        requests = [
+            SpeculativeRequest(
+                r.slot, r.pages, len(r.pages) * size if end is None else end, drafts, min_drafts, r.sampling
+            )
+            for r, drafts in parts
+        ]
+        return speculative_batch(self.cfg, self.cache_cfg, requests, self.decode_bucket)
 
     def rows(self, batch):
         if self.tables is None:

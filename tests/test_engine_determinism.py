@@ -15,7 +15,8 @@ from dsv4jax.engine.jax_executor import JaxExecutor
 from dsv4jax.engine.programs import Programs, make_buckets
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest
-from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv4jax.engine.scheduler import Scheduler
+from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.numerics import REFERENCE
 from dsv4jax.sampling_settings import RequestSampling
 

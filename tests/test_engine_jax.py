@@ -1,81 +1,54 @@
 """The engine on the model itself: same schedule as without a device, same tokens as the request alone."""
 
 import dataclasses
+import pickle
 import typing
 
 import jax
 import numpy as np
 import pytest
-from golden import FLOAT32, small_model
+from checkpoint_files import run_python
+from device_engine import CACHE, CHECKS, RANKS, SCHEDULER, HalfMask, make_engine, make_executor, requests, serve
 from test_scheduler import Recorder, assert_empty, drain
 
 from dsv4jax import batch
-from dsv4jax.cache import CacheConfig
 from dsv4jax.engine import plan, replay
 from dsv4jax.engine.engine import Engine
-from dsv4jax.engine.jax_executor import CompileCounter, JaxExecutor
-from dsv4jax.engine.programs import Programs, make_buckets
+from dsv4jax.engine.jax_executor import CompileCounter
+from dsv4jax.engine.programs import make_buckets
 from dsv4jax.engine.recording import RecordingExecutor, schedule_difference
-from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest
-from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.simulated import LinearCost, SimulatedExecutor
 from dsv4jax.sampling_settings import RequestSampling
 
-EOS = 1
-CACHE = CacheConfig(slots=4, pages=26, page_size=8)
-LENGTH = 160
-
 
 @pytest.fixture(scope="module")
-def compiled():
-    """The executor, and the scheduler's sizes that go with its programs."""
-    model = small_model()
-    buckets = make_buckets(
-        CACHE,
-        prefill_tokens=[32],
-        prefill_requests=2,
-        decode_requests=[CACHE.slots],
-        contexts=[LENGTH],
-        prompt_logprobs=False,
-    )
-    programs = Programs(model.cfg, CACHE, buckets, FLOAT32, progress=False)
-    cfg = SchedulerConfig(
-        slots=CACHE.slots,
-        pages=CACHE.pages,
-        max_model_len=LENGTH,
-        eos_id=EOS,
-        replay=ReplayRule(model.cfg.sliding_window, model.cfg.num_hidden_layers, "exact"),
-        page_size=CACHE.page_size,
-        prefill_tokens=32,
-        prefill_requests=2,
-        deterministic=True,
-    )
-    executor = JaxExecutor(model.params, programs)
-    yield executor, cfg
+def executor():
+    """On one device."""
+    executor = make_executor()
+    executor.warm_up(progress=False)
+    yield executor
     executor.close()
 
 
-class HalfMask:
-    """Allows the ids below 64 and those from 64 on by turns, known one token ahead."""
-
-    waits_for_tokens = False
-
-    def __init__(self):
-        self.count = 0
-        words = np.zeros((2, -(-small_model().cfg.vocab_size // 32)), np.uint32)
-        words[0, :2] = words[1, 2:4] = 0xFFFFFFFF
-        self.masks = list(words)
-
-    def next(self, ahead=0):
-        return self.masks[(self.count + ahead) % 2]
-
-    def push(self, token):
-        assert (token >= 64) == self.count % 2
-        self.count += 1
+@pytest.fixture(scope="module")
+def over_eight_ranks(executor, tmp_path_factory):
+    """What each of `device_engine.CHECKS` raised, or "", in a process with eight devices."""
+    directory = tmp_path_factory.mktemp("ranks")
+    reference, outcomes = directory / "reference", directory / "outcomes"
+    reference.write_bytes(pickle.dumps(serve(make_engine(executor), requests())))
+    run_python("import sys, device_engine; device_engine.main(*sys.argv[1:])", reference, outcomes, devices=RANKS)
+    return pickle.loads(outcomes.read_bytes())
 
 
-def serve(executor, cfg):
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_over_eight_ranks(over_eight_ranks, check):
+    """The docstrings of the checks say what."""
+    assert not over_eight_ranks[check], over_eight_ranks[check]
+
+
+def busy_time(executor, cfg):
     """A short busy time, by step numbers: shared prefixes, an abort, a mask, preemptions."""
     engine = Engine(Scheduler(cfg), executor, Recorder())
     rng, made = np.random.default_rng(0), []
@@ -103,24 +76,23 @@ def serve(executor, cfg):
     return made
 
 
-def test_the_schedule_is_that_of_the_simulation_and_tokens_are_those_of_each_request_alone(compiled):
-    executor, cfg = compiled
+def test_the_schedule_is_that_of_the_simulation_and_tokens_are_those_of_each_request_alone(executor):
     executor.reset()
     on_device = RecordingExecutor(executor)
     compilations = executor.compilations.count
-    made = serve(on_device, cfg)
+    made = busy_time(on_device, SCHEDULER)
     assert executor.compilations.count == compilations, "something was compiled after the start"
 
     sampled = iter(
         [s for e in on_device.events if e.result for r in e.result.ranks for s in (r.prefills, r.decodes) if s]
     )
     simulated = RecordingExecutor(SimulatedExecutor(LinearCost(), lambda rank, slots, positions: next(sampled).tokens))
-    again = serve(simulated, cfg)
+    again = busy_time(simulated, SCHEDULER)
     assert schedule_difference(on_device.events, simulated.events) is None
     assert [s.generated for s in again] == [s.generated for s in made]
 
     executor.reset()
-    engine = Engine(Scheduler(dataclasses.replace(cfg, prefix_cache=False)), executor, Recorder())
+    engine = Engine(Scheduler(dataclasses.replace(SCHEDULER, prefix_cache=False)), executor, Recorder())
     for sequence in made:
         if sequence.finish_reason == "abort":
             continue
@@ -131,8 +103,7 @@ def test_the_schedule_is_that_of_the_simulation_and_tokens_are_those_of_each_req
         assert alone.logprobs == sequence.logprobs
 
 
-def test_warm_up_runs_every_program(compiled, monkeypatch):
-    executor, _ = compiled
+def test_warm_up_runs_every_program(executor, monkeypatch):
     ran = set()
 
     def noted(key, program):

@@ -112,6 +112,7 @@ def test_the_command_writes_completions_and_replies_of_one_batch(tmp_path):
         (["--prompt=x", "--top_p=0"], "top_p must be a number above 0"),
         (["--messages=/no/such/file"], "--messages=/no/such/file"),
         (["--prompt=x", "--numerics=fp64"], "value should be one of <reference|fast>"),
+        (["--prompt=x", "--implementation=pallas"], 'error: implementation = "pallas": the device is cpu'),
         (["--prompt=x", "--max_tokens=many"], "max_tokens"),
         (["--prompt=x", "stray"], "unexpected arguments: ['stray']"),
     ],

@@ -241,25 +241,31 @@ import sys, numpy as np, jax
 from dsv4jax.checkpoint.load import load_params
 from dsv4jax.config import ModelConfig
 from dsv4jax.params import named_leaves
-from sharding import expert_parallel, make_mesh, single
+from sharding import Layout, ShardingRules, expert_parallel, make_mesh
 path = sys.argv[1]
 cfg = ModelConfig.from_checkpoint(path)
 whole = dict(named_leaves(load_params(path, cfg, progress=False)))
-for rules in (expert_parallel(), single()):
-    params = dict(named_leaves(load_params(path, cfg, make_mesh(2), rules=rules, progress=False)))
+for rules in (expert_parallel(), ShardingRules()):
+    params = dict(named_leaves(load_params(path, cfg, Layout(make_mesh(2), rules), progress=False)))
     for name, leaf in params.items():
         assert len(leaf.addressable_shards) == 2
         for shard in leaf.addressable_shards:
             assert np.asarray(shard.data).tobytes() == np.asarray(whole[name])[shard.index].tobytes(), name
     split = {name for name, leaf in params.items() if not leaf.sharding.is_fully_replicated}
-    assert not split if rules == single() else {
+    assert not split if rules == ShardingRules() else {
         "layers.5.ffn.experts.*.w1.weight", "mtp.0.ffn.experts.*.w2.scale", "layers.1.engram.embed.weight"} <= split
+# 1362 rows over 4 devices: two more rows, of zeros.
+params = load_params(path, cfg, Layout(make_mesh(4), ShardingRules(engram_rows="rank")), progress=False)
+table = params["layers"][1]["engram"]["embed"].weight
+assert table.shape[0] == 1364 and {shard.data.shape[0] for shard in table.addressable_shards} == {341}
+found = np.asarray(table)
+assert found[:1362].tobytes() == np.asarray(whole["layers.1.engram.embed.weight"]).tobytes() and not found[1362:].any()
 try:
-    load_params(path, cfg, make_mesh(8), progress=False)
+    load_params(path, cfg, Layout(make_mesh(4), expert_parallel()), progress=False)
 except ValueError as error:
-    assert "layers.1.engram.embed" in str(error) and "of size 1362 does not divide over the 8" in str(error), error
+    assert "mtp.0.ffn.experts.*.w1" in str(error) and "of size 6 does not divide over the 4" in str(error), error
 else:
-    raise AssertionError("uneven tables were accepted")
+    raise AssertionError("uneven experts were accepted")
 """,
         golden["tiny_a", "checkpoint_quantized"],
         devices=8,

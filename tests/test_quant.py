@@ -359,3 +359,13 @@ def test_linear_keeps_leading_axes_and_fp32_matmuls_round_nothing():
         np.testing.assert_allclose(y, x.astype(np.float64) @ w.T, rtol=1e-5, atol=1e-5)
     flat = jitted_linear(x.reshape(6, INNER), weight, Numerics())
     np.testing.assert_array_equal(bits(jitted_linear(x, weight, Numerics()).reshape(6, OUT)), bits(flat))
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, 3.3e38, -3.3e38, 1e-45, 0.0])
+def test_an_index_key_without_infinity_has_no_nan_scale(value):
+    """Kernels do not recognise the byte 255."""
+    key = np.random.default_rng(0).normal(size=128).astype(np.float32)
+    key[[5, 40, 41]] = value
+    assert 255 not in np.asarray(quant.pack_mxfp4(jnp.asarray(key)))[64:]
+    key[6] = np.inf
+    assert np.isnan(value) or np.asarray(quant.pack_mxfp4(jnp.asarray(key)))[64] == 255

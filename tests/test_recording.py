@@ -30,6 +30,7 @@ class AlternatingMask:
     """Allows all tokens, then only the lower half, and so on."""
 
     waits_for_tokens = False
+    unchanged_for = 1
 
     def __init__(self):
         self.count = 0
@@ -78,7 +79,9 @@ def outcome(made):
     return [(s.generated, s.finish_reason, s.first_cached, s.preemptions, s.first_token) for s in made]
 
 
-@pytest.mark.parametrize("cfg", [SMALL, EXACT, dataclasses.replace(SMALL, ranks=2, pages=16)])
+@pytest.mark.parametrize(
+    "cfg", [SMALL, EXACT, dataclasses.replace(SMALL, ranks=2, pages=16), dataclasses.replace(SMALL, drafts=4)]
+)
 def test_a_replay_from_a_file_gives_the_same_outcome(tmp_path, cfg):
     events, made = record(cfg)
     save_recording(events, tmp_path / "recording.jsonl")
@@ -237,8 +240,8 @@ def test_masks_come_back_from_a_file(tmp_path):
     assert (second.slot, second.mask) == (3, None)
 
 
-@pytest.mark.parametrize("header", ["", "{}\n", json.dumps({"recording": "dsv4jax.engine", "version": 2}) + "\n"])
+@pytest.mark.parametrize("header", ["", "{}\n", json.dumps({"recording": "dsv4jax.engine", "version": 1}) + "\n"])
 def test_other_files_are_refused(tmp_path, header):
     (tmp_path / "r.jsonl").write_text(header)
-    with pytest.raises(ValueError, match=r"r\.jsonl: not a recording of version 1"):
+    with pytest.raises(ValueError, match=r"r\.jsonl: not a recording of version 2"):
         load_recording(tmp_path / "r.jsonl")

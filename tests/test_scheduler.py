@@ -17,7 +17,8 @@ from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.plan import RankResult, Sampled, StepResult
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, QueueFull, RequestTooLarge, TooManyChoices
-from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv4jax.engine.scheduler import Scheduler
+from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.token_mask import MaskError
 from dsv4jax.sampling_settings import RequestSampling
 
@@ -96,6 +97,8 @@ MASKS = st.sampled_from(
         functools.partial(ChainMask, waits=True),
         functools.partial(ChainMask, waits=False, fail_after=3),
         functools.partial(ChainMask, waits=True, fail_after=4),
+        functools.partial(ChainMask, waits=False, period=5),
+        functools.partial(ChainMask, waits=False, period=4, fail_after=6),
     ]
 )
 EVENTS = st.one_of(
@@ -107,6 +110,8 @@ EVENTS = st.one_of(
         st.integers(0, 2),
         st.sampled_from("ab"),
         MASKS,
+        st.sampled_from([None, None, None, 0, 1, 4]),
+        st.sampled_from([None, None, 20]),
     ),
     st.tuples(st.just("step"), st.integers(1, 6)),
     st.tuples(st.just("finish"), st.integers(0, 10), st.sampled_from(["abort", "stop"])),
@@ -120,21 +125,30 @@ CONFIGS = st.sampled_from(
         dataclasses.replace(EXACT, deterministic=True),
         dataclasses.replace(SMALL, prefix_cache=False),
         dataclasses.replace(SMALL, tokens_on_host=True),
-        dataclasses.replace(SMALL, ranks=3, slots=2, pages=16),
+        *(dataclasses.replace(SMALL, ranks=ranks, slots=2, pages=16) for ranks in (2, 4, 8)),
+        dataclasses.replace(SMALL, ranks=3, slots=2, pages=16, prefill_context=20),
         dataclasses.replace(SMALL, decode_every=3),
         dataclasses.replace(SMALL, prefill_every=4, max_overtakes=1),
     ]
 )
 
 
-@settings(max_examples=4000, deadline=None)
-@given(cfg=CONFIGS, depth=st.integers(1, 2), events=st.lists(EVENTS, min_size=5, max_size=40))
+def with_drafts(cfg, drafts):
+    return cfg if cfg.tokens_on_host else dataclasses.replace(cfg, drafts=drafts)
+
+
+@settings(max_examples=3000, deadline=None)
+@given(
+    cfg=st.builds(with_drafts, CONFIGS, st.sampled_from([0, 1, 5])),
+    depth=st.integers(1, 2),
+    events=st.lists(EVENTS, min_size=5, max_size=40),
+)
 def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, events):
     engine, executor = make(cfg, depth)
     open_choices, ended_by_hand, told = [], set(), []
     for count, (kind, *args) in enumerate(events):
         if kind == "submit":
-            prompt, max_tokens, n, priority, salt, mask = args
+            prompt, max_tokens, n, priority, salt, mask, drafts, context = args
             made = request(
                 prompt,
                 max_tokens,
@@ -144,6 +158,8 @@ def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, events):
                 cache_salt=salt,
                 sampling=RequestSampling(seed=count),
                 mask=mask,
+                drafts=drafts and min(drafts, cfg.drafts),
+                draft_context=context,
             )
             open_choices += engine.submit(made)
         elif kind == "step":
@@ -397,6 +413,8 @@ def test_a_failing_step_ends_only_what_keeps_failing():
         ({"slots": 0}, "slots = 0: must be at least 1"),
         ({"prefill_tokens": 4}, "prefill_tokens = 4: must hold prefill_requests = 3 tiles of 2"),
         ({"prefill_every": 2, "decode_every": 2}, "one of them must be 1"),
+        ({"prefill_context": 0}, "prefill_context = 0: must be at least 1, or None"),
+        ({"ranks": 0}, "ranks = 0: must be at least 1"),
         ({"deterministic": True}, "replay must be 'exact', not 'bounded'"),
     ],
 )
@@ -617,6 +635,7 @@ def test_engine_and_server_are_host_only():
     """They import neither JAX nor the model; only the executor of the steps does."""
     code = (
         "import sys, dsv4jax.engine.async_engine, dsv4jax.engine.recording, dsv4jax.engine.simulated\n"
+        "import dsv4jax.engine.broadcast\n"
         "import dsv4jax.server.app\n"
         "print([m for m in ('jax', 'flax', 'dsv4jax.model', 'dsv4jax.steps') if m in sys.modules])"
     )

@@ -24,12 +24,13 @@ SERVE = [sys.executable, str(Path(__file__).parent.parent / "scripts" / "serve.p
 
 @pytest.fixture(scope="module")
 def server():
-    """The embedded model with the fewest programs; (address, process, what it printed)."""
+    """The embedded model on two ranks with the fewest programs; (address, process, what it printed)."""
     flags = [
         "--max_model_len=512",
         "--contexts=512",
         "--prefill_tokens=64",
         "--slots=4",
+        "--ranks=2",
         "--strict",
         "--dev",
         "--deterministic",
@@ -150,13 +151,14 @@ def test_prompt_log_probabilities_for_scoring(server):
 def test_nothing_was_compiled_while_serving_and_sigterm_drains(server):
     address, process, log = server
     metrics = call(address, "/metrics").decode()
+    assert re.search(r"^vllm:spec_decode_num_drafts_total{.*} [1-9]", metrics, re.M)
     assert re.search(r"^dsv4jax:compilations_total{.*} 0.0$", metrics, re.M)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(chat, address, max_tokens=100, ignore_eos=True)
+        running = pool.submit(chat, address, max_tokens=40, ignore_eos=True)
         while json.loads(call(address, "/status.json"))["stats"]["running"] == 0:
             assert not running.done()
         process.send_signal(signal.SIGTERM)
-        assert running.result(120)["usage"]["completion_tokens"] == 100
+        assert running.result(120)["usage"]["completion_tokens"] == 40
     assert process.wait(60) == 0
     printed = process.stdout.read()
     assert re.search(
@@ -174,6 +176,7 @@ def test_nothing_was_compiled_while_serving_and_sigterm_drains(server):
         (["--max_model_len=20000"], "--max_model_len=20000: the model's context is 16384"),
         (["--contexts=64,9000"], "--contexts: 9000 is beyond --max_model_len=4096"),
         (["--contexts=a"], "--contexts=a: must be whole numbers"),
+        (["--drafts=6"], "--drafts=6: the checkpoint's draft makes at most 5"),
         (["--decode_requests=99"], "--decode_requests: 99 is beyond --slots=16"),
         (["--model=/nowhere"], "/nowhere"),
         (["--api_key="], "a key must be printable ASCII and not empty"),
@@ -199,7 +202,7 @@ import serve
 class Compiling(Exception):
     pass
 
-def compiling(cfg, cache_cfg, *_):
+def compiling(cfg, cache_cfg, *_, **__):
     raise Compiling(cache_cfg.pages)
 
 def free_memory(_=None):
@@ -231,8 +234,18 @@ def up_to_compiling(*cases):
 
 
 def test_flags_that_contradict_each_other_are_refused_before_anything_is_compiled():
+    two = "--processes=2", "--ranks=2", "--pages=999"
     refusals = {
+        # First those with ranks, which are told to JAX before it starts.
+        two: "--coordinator=None: must be HOST:PORT with a port from 1 to 65534",
+        (*two, "--coordinator=host"): "--coordinator=host: must be HOST:PORT",
+        (*two, "--coordinator=a:65535"): "--coordinator=a:65535: must be HOST:PORT",
+        (*two, "--coordinator=a:1"): "DSV4JAX_CLUSTER_TOKEN: must hold a secret",
         ("--prefill_every=2", "--decode_every=2"): "prefill_every = 2 and decode_every = 2: one of them must be 1",
+        (
+            "--drafts=2",
+            "--engram=host",
+        ): "--drafts=2: must be 0 with --engram=host",
         ("--prefill_tokens=32",): "prefill_tokens = 32: must hold prefill_requests = 4 tiles of 16",
         ("--prefill_tokens=256", "--prefill_requests=17"): "prefill_tokens = 256: must hold prefill_requests = 17",
         ("--prefill_tokens=100",): "tokens = 100: must be a multiple of tile = 16",
@@ -241,6 +254,11 @@ def test_flags_that_contradict_each_other_are_refused_before_anything_is_compile
         ("--decode_requests=",): "--decode_requests=: must hold at least one number",
         ("--decode_requests=0",): "--decode_requests: 0 must be at least 1",
         ("--page_size=63",): "page_size = 63: must be a multiple of 2",
+        ("--implementation=pallas",): 'implementation = "pallas": the device is cpu: must be a Hopper GPU',
+        ("--process=1",): "--coordinator, --process: need --processes above 1",
+        ("--coordinator=a:1",): "--coordinator, --process: need --processes above 1",
+        ("--processes=2",): "--pages: must be given with several processes",
+        ("--processes=2", "--pages=999"): "--ranks=1: must be a multiple of --processes=2",
     }
     seen = up_to_compiling(*((flags, None) for flags in refusals))
     for message, error in zip(refusals.values(), seen, strict=True):
@@ -249,7 +267,7 @@ def test_flags_that_contradict_each_other_are_refused_before_anything_is_compile
 
 def test_the_cache_takes_what_memory_holds_but_a_full_request_at_least():
     cfg = ModelConfig.from_checkpoint(Path(dsv4jax.__file__).parent / "default_model")
-    plan = memory_plan(cfg, CacheConfig(slots=8, pages=1, page_size=64), REFERENCE)
+    plan = memory_plan(cfg, CacheConfig(slots=8, pages=1, page_size=64, drafts="shared"), REFERENCE)
     spare = 1 << 30  # for the workspace, on the CPU
 
     def free(pages):

@@ -185,6 +185,13 @@ def test_the_parts_of_a_whole_response(default_tokenizer):
     assert 0 <= record.first_token < 60
 
 
+def test_drafts_are_part_of_the_usage_if_there_were_any(default_tokenizer):
+    server = context(default_tokenizer, [*text_ids(default_tokenizer, "</think>Yes")])
+    server.engine.drafted, server.engine.accepted = 7, 4
+    details = call(chat_completions, server, BODY | {"n": 2, "temperature": 1})["usage"]["completion_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (8, 6)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reasoning", "finish"),
     [

@@ -17,7 +17,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as ClientHistogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from dsv4jax.engine.records import RequestRecord
+from dsv4jax.engine.draft_totals import DraftTotals
+from dsv4jax.engine.records import RankStats, RequestRecord
 from dsv4jax.server.metrics import INTER_TOKEN, RECENT_STEPS, Histogram, PrometheusObserver, token_buckets
 from dsv4jax.server.run import BackgroundServer
 
@@ -72,7 +73,8 @@ def sample(text: str, name: str, **labels) -> float:
 def request_record(**values) -> RequestRecord:
     fields = dict(
         request_id="a", index=0, n=1, prompt_tokens=100, cached_tokens=64, output_tokens=11, max_tokens=20,
-        preemptions=0, finish_reason="stop", arrived=10.0, scheduled=11.0, first_token=13.0, finished=18.0,
+        draft_rounds=0, drafted=0, accepted=0, preemptions=0, finish_reason="stop", arrived=10.0, scheduled=11.0,
+        first_token=13.0, finished=18.0,
     )  # fmt: skip
     return RequestRecord(**{**fields, **values})
 
@@ -116,6 +118,32 @@ def test_statistics_are_read_at_the_scrape():
     parts = ("device", "schedule", "update", "gap")
     assert [sample(text, "dsv4jax:step_seconds_total", part=p) for p in parts] == [1.5, 0.25, 0.125, 0.5]
     assert [sample(text, "dsv4jax:pages", state=s) for s in ("used", "cached", "free")] == [250, 100, 650]
+
+
+def test_drafts_are_counted_by_place_and_reason():
+    drafts = DraftTotals(10, [10, 8, 5], [9, 4, 2], {"mask": 3, "context": 0, "pages": 1})
+    text = scrape(make_observer(), drafts=drafts)
+    assert sample(text, "vllm:spec_decode_num_drafts_total") == 10
+    assert sample(text, "vllm:spec_decode_num_draft_tokens_total") == 23
+    assert sample(text, "vllm:spec_decode_num_accepted_tokens_total") == 15
+    for place in range(3):
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        assert sample(text, name, position=str(place)) == drafts.accepted[place]
+        assert sample(text, "dsv4jax:verified_drafts_total", position=str(place)) == drafts.verified[place]
+    assert sample(text, "dsv4jax:acceptance_length") == 2.5
+    assert sample(text, "dsv4jax:withheld_drafts_total", reason="mask") == 3
+    assert sample(scrape(make_observer()), "dsv4jax:acceptance_length") == 0
+
+
+def test_each_rank_has_metrics_of_its_own():
+    ranks = RankStats(3, 99.5, 40, 10, 700, 300), RankStats(0, 0.0, 0, 50, 0, 0)
+    text = scrape(make_observer(), ranks=ranks)
+    for name, field in {
+        "running": "running", "load": "load", "used_pages": "used_pages", "cached_pages": "cached_pages",
+        "prefix_queries_total": "prefix_queries", "prefix_hits_total": "prefix_hits",
+    }.items():  # fmt: skip
+        for i, rank in enumerate(ranks):
+            assert sample(text, f"dsv4jax:rank_{name}", rank=str(i)) == getattr(rank, field)
 
 
 def test_an_ended_request_is_counted_with_its_times():

@@ -5,7 +5,7 @@ import json
 import pytest
 from server_api import call, context, stopped_engine
 
-from dsv4jax.engine.request import QueueFull, TooManyChoices
+from dsv4jax.engine.request import QueueFull, TooManyChoices, TooManyDrafts
 from dsv4jax.server.body import MAX_DEPTH, MOST_PROBLEMS
 from dsv4jax.server.chat_completions import chat_completions
 from dsv4jax.server.completions import completions
@@ -98,6 +98,9 @@ BAD_IN_BOTH = [
     ({"return_prompt_text": 1}, "return_prompt_text"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"priority": "high"}, "priority"),
+    ({"drafts": -1}, "drafts"),
+    ({"drafts": "adaptive"}, "drafts"),
+    ({"draft_context": 0.5}, "draft_context"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "a" * 129}, "cache_salt"),
     ({"cache_salt": "a/b"}, "cache_salt"),
@@ -363,6 +366,9 @@ def test_what_the_engine_refuses_is_refused_before_the_first_byte(default_tokeni
     server.engine.refusal = TooManyChoices("3 choices are asked for at once, this engine lets 2 wait")
     error = refused(chat_completions, server, body)
     assert (error.status, error.code, error.param) == (400, "invalid_value", "n")
+    server.engine.refusal = TooManyDrafts("drafts = 7: this engine makes at most 5")
+    error = refused(chat_completions, server, body)
+    assert (error.status, error.code, error.param) == (400, "invalid_value", "drafts")
     server.engine.refusal = stopped_engine()
     error = refused(chat_completions, server, body)
     assert (error.status, error.type) == (503, "service_unavailable")
@@ -398,7 +404,7 @@ def test_everything_that_steers_sampling_reaches_the_engine(default_tokenizer):
         "temperature": 0.5, "top_p": 0.25, "top_k": -1, "min_p": 0.125, "presence_penalty": 1, "frequency_penalty": -2,
         "repetition_penalty": 1.5, "seed": -5, "n": 3, "logprobs": 4, "logit_bias": {"7": 1000, "8": -1000.0, "9": 2.5},
         "stop_token_ids": [4], "ignore_eos": True, "priority": -3, "cache_salt": "mine", "max_tokens": 30,
-        "prompt_logprobs": 2,
+        "prompt_logprobs": 2, "drafts": 3, "draft_context": 1000,
     }  # fmt: skip
     call(completions, server, body)
     (request,) = server.engine.requests
@@ -408,6 +414,7 @@ def test_everything_that_steers_sampling_reaches_the_engine(default_tokenizer):
     assert (sampling.seed, sampling.top_logprobs, request.n, request.max_tokens) == (-5, 4, 3, 30)
     assert request.logit_bias == {7: 100, 8: -100, 9: 2.5} and request.stop_token_ids == (4,) and request.ignore_eos
     assert (request.priority, request.cache_salt, request.prompt_logprobs) == (-3, "mine", 2)
+    assert (request.drafts, request.draft_context) == (3, 1000)
 
 
 def test_a_request_without_a_seed_gets_one_of_its_own(default_tokenizer):

@@ -11,7 +11,8 @@ from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.plan import Decodes, Prefill, RankPlan, StepPlan
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest
-from dsv4jax.engine.scheduler import Scheduler, SchedulerConfig
+from dsv4jax.engine.scheduler import Scheduler
+from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.simulated import LinearCost, SimulatedExecutor, constant_tokens, run_traffic
 from dsv4jax.sampling_settings import RequestSampling
 

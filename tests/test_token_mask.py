@@ -75,6 +75,25 @@ def test_min_tokens_counts_tokens(tokenizer):
         new_mask(tokenizer, min_tokens=1).push(tokenizer.eos_id)
 
 
+def test_how_long_a_mask_stays_is_known_where_no_token_matters(tokenizer):
+    mask = new_mask(tokenizer, min_tokens=3, allowed_token_ids=(5, 64))
+    stays = []
+    for _ in range(5):
+        stays.append(mask.unchanged_for)
+        mask.push(5)
+    assert stays[:3] == [3, 2, 1] and min(stays[3:]) > 1_000_000
+    budget = new_mask(tokenizer, reasoning_budget=4, in_reasoning=True)
+    budget.push(60)
+    assert budget.unchanged_for == 3
+    assert new_mask(tokenizer, bad_words=((60, 61),)).unchanged_for == 1
+    word = new_mask(tokenizer, bad_words=((60, 61, 62),))
+    assert word.unchanged_for == 2
+    word.push(60)
+    assert word.unchanged_for == 1
+    word.push(61)
+    assert word.unchanged_for == 1
+
+
 def test_allowed_token_ids(tokenizer):
     mask = new_mask(tokenizer, allowed_token_ids=(5, 64, 31), bad_words=((64,),))
     assert allowed(mask.next(), tokenizer.vocab_size) == {5, 31}
@@ -189,7 +208,7 @@ def test_a_mask_given_ahead_is_the_mask_that_comes(default_tokenizer, data):
     less = int(tokenizer.encode("<")[0])
     rules = MaskRules(
         min_tokens=data.draw(st.integers(0, 8)),
-        bad_words=data.draw(st.sampled_from([(), ((60, less),), ((60, 60, less), (less, 60))])),
+        bad_words=data.draw(st.sampled_from([(), ((60, less),), ((60, 60, less), (less, 60)), ((60, less, less),)])),
         reasoning_budget=data.draw(st.none() | st.integers(0, 6)),
         in_reasoning=data.draw(st.booleans()),
         grammar=data.draw(st.sampled_from([None, *_grammars(tokenizer)])),
@@ -197,9 +216,12 @@ def test_a_mask_given_ahead_is_the_mask_that_comes(default_tokenizer, data):
     factory = mask_factory(rules, tokenizer, tokenizer.vocab_size)
     if factory is None:
         return
-    mask = factory()
-    for _ in range(10):
+    mask, promised, until = factory(), None, 0
+    for place in range(10):
         ids = allowed(mask.next(), tokenizer.vocab_size)
+        assert place >= until or ids == promised
+        if place + mask.unchanged_for > until:
+            promised, until = ids, place + mask.unchanged_for
         ahead = None if mask.waits_for_tokens else (mask.next(ahead=1),)
         wanted = sorted(ids & {end, marker, less, 60, tokenizer.eos_id}) or sorted(ids)[:3]
         mask.push(data.draw(st.sampled_from(wanted)))

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Int32
 
-from dsv4jax.checkpoint.placement import Index, check_memory, leaf_shardings, place_leaves
+from dsv4jax.checkpoint.placement import Index, place_leaves
 from dsv4jax.checkpoint.safetensors import SafetensorsReader
 from dsv4jax.checkpoint.values import convert_exactly, find_nan
 from dsv4jax.config import ModelConfig
@@ -18,19 +17,18 @@ from dsv4jax.engram_hash import DEAD
 from dsv4jax.params import Params, abstract_params, checkpoint_inventory, named_leaves, tensor_names
 from dsv4jax.tokenizer import Tokenizer, check_engram_token_map, engram_token_map
 from dsv4jax.weights import ArraySpec
-from sharding import EXPERT_PARALLEL, ShardingRules
+from sharding import SINGLE, Layout
 
 
 def load_params(
     path: str | Path,
     cfg: ModelConfig,
-    mesh: Mesh | None = None,
+    layout: Layout = SINGLE,
     *,
-    rules: ShardingRules = EXPERT_PARALLEL,
     tables_on_device: bool = True,
     progress: bool = True,
 ) -> Params:
-    """The parameters of a checkpoint directory on the default device, spread by `rules` over `mesh`.
+    """The parameters of a checkpoint directory on the devices of `layout`.
 
     Each device's part is read from the mapped files alone. Host memory beyond the parameters is that of
     `placement.LEAVES_IN_FLIGHT` leaves. With `tables_on_device=False` the Engram tables are checked but not loaded:
@@ -43,10 +41,8 @@ def load_params(
         checkpoint, a dimension that does not divide over its mesh axis, or too little memory.
     """
     leaves = CheckpointLeaves(path, cfg, tables_on_device)
-    shardings = leaf_shardings(leaves.abstract, mesh, rules)
-    check_memory(leaves.abstract, shardings)
     return place_leaves(
-        leaves.abstract, shardings, leaves.read, done=leaves.release, progress=progress, description="loading"
+        leaves.abstract, layout, leaves.read, done=leaves.release, progress=progress, description="loading"
     )
 
 

@@ -6,15 +6,14 @@ import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 from tqdm import tqdm
 
 from dsv4jax.checkpoint.memory import available_device_memory, available_host_memory, require_memory
-from dsv4jax.params import Params, named_leaves
+from dsv4jax.params import Params, in_memory, leaf_shardings, named_leaves
 from dsv4jax.weights import ArraySpec
-from sharding import ShardingRules, sharding_for
+from sharding import Layout
 
 Index = tuple[slice, ...]
 ReadLeaf = Callable[[str, Index], np.ndarray]
@@ -23,23 +22,9 @@ LEAVES_IN_FLIGHT = 4
 """Leaves that are being read and transferred at the same time."""
 
 
-def leaf_shardings(abstract: Params, mesh: Mesh | None, rules: ShardingRules) -> dict[str, Sharding]:
-    """The sharding of every leaf; all on the default device when `mesh` is None.
-
-    Raises:
-      ValueError: a leaf cannot be sharded by `rules` (see `sharding_for`).
-    """
-    if mesh is None:
-        # The default device as JAX sees it in this thread, whichever way it was set.
-        (device,) = jnp.zeros((), jnp.int8).devices()
-        return {name: SingleDeviceSharding(device) for name, _ in named_leaves(abstract)}
-    return {
-        name: sharding_for(spec.axes, rules, mesh, name=name, shape=spec.shape) for name, spec in named_leaves(abstract)
-    }
-
-
 def check_memory(abstract: Params, shardings: dict[str, Sharding]) -> None:
-    """Whether the parameters fit on the devices, and the leaves in flight beside them on the host.
+    """Whether the parameters, with specs as `in_memory` gives them, fit on the devices, and the leaves in flight beside
+    them on the host.
 
     Raises:
       ValueError: they do not; names each device and the host with bytes needed and free.
@@ -58,7 +43,7 @@ def check_memory(abstract: Params, shardings: dict[str, Sharding]) -> None:
 
 def place_leaves(
     abstract: Params,
-    shardings: dict[str, Sharding],
+    layout: Layout,
     read: ReadLeaf,
     *,
     done: Callable[[str], None] = lambda name: None,
@@ -67,28 +52,35 @@ def place_leaves(
 ) -> Params:
     """Parameters in the structure of `abstract`, from `read(name, index)` for the part of a leaf that a device holds.
 
-    Host memory beyond the parameters is that of `LEAVES_IN_FLIGHT` leaves. All leaves are placed or none: the first
-    error stops the rest and is raised.
+    Padding (see `padded_shape`) is zero. Host memory beyond the parameters is that of `LEAVES_IN_FLIGHT` leaves. All
+    leaves are placed or none: the first error stops the rest and is raised.
 
     Args:
       abstract: specs.
-      shardings: of every leaf.
+      layout: devices, and how they share the leaves.
       read: called from several threads.
       done: called with a leaf's name once it is on its devices.
       progress: whether to show a progress bar.
       description: its label.
+
+    Raises:
+      ValueError: a leaf cannot be spread over the devices, or too little memory.
     """
+    padded = in_memory(abstract, layout)
+    shardings = leaf_shardings(padded, layout)
+    check_memory(padded, shardings)
+    shapes = {name: spec.shape for name, spec in named_leaves(padded)}
     specs = dict(named_leaves(abstract))
 
     def place(name: str) -> jax.Array:
         on_cpu = next(iter(shardings[name].addressable_devices)).platform == "cpu"
 
         def part(index: Index) -> np.ndarray:
-            values = read(name, index)
+            values = _read_padded(lambda inside: read(name, inside), index, specs[name].shape)
             # The CPU backend may keep using the memory it is given, and this may be a mapped file or a shared view.
             return values.copy() if on_cpu and not values.flags.owndata else np.ascontiguousarray(values)
 
-        array = jax.make_array_from_callback(specs[name].shape, shardings[name], part)
+        array = jax.make_array_from_callback(shapes[name], shardings[name], part)
         array.block_until_ready()
         done(name)
         bar.update(specs[name].nbytes)
@@ -109,6 +101,16 @@ def place_leaves(
                 future.result()
         leaves = [future.result() for future in placed]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def _read_padded(read: Callable[[Index], np.ndarray], index: Index, shape: tuple[int, ...]) -> np.ndarray:
+    """The part `index` of an array of which rows (axis 0) from `shape[0]` on are zero."""
+    if not shape or index[0].stop is None or index[0].stop <= shape[0]:
+        return read(index)
+    first = min(index[0].start or 0, shape[0])
+    values = read((slice(first, shape[0]), *index[1:]))
+    missing = index[0].stop - (index[0].start or 0) - len(values)
+    return np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1))
 
 
 def _in_flight(name: str, spec: ArraySpec, sharding: Sharding) -> int:

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Float32, Int16, Int32, Shaped, UInt8, UInt16
 
-from dsv4jax.checkpoint.placement import Index, check_memory, leaf_shardings, place_leaves
+from dsv4jax.checkpoint.placement import Index, place_leaves
 from dsv4jax.checkpoint.values import convert_exactly
 from dsv4jax.config import ModelConfig
 from dsv4jax.params import Params, TensorInfo, abstract_params, checkpoint_inventory, named_leaves, tensor_names
 from dsv4jax.quant import BLOCK
 from dsv4jax.weights import STORED_DTYPES, ArraySpec
-from sharding import EXPERT_PARALLEL, ShardingRules
+from sharding import SINGLE, Layout
 
 _CHUNK = 1 << 16  # numbers at a time: their temporaries stay in cache
 _GAINS = (-1, 0, 1)
@@ -55,21 +54,19 @@ _STATISTICS = tuple(
 def random_params(
     cfg: ModelConfig,
     seed: int,
-    mesh: Mesh | None = None,
+    layout: Layout = SINGLE,
     *,
-    rules: ShardingRules = EXPERT_PARALLEL,
     tables_on_device: bool = True,
     token_map: Int32[np.ndarray, " vocab"] | None = None,
     progress: bool = False,
 ) -> Params:
-    """Random parameters on the default device, or sharded by `rules` over `mesh`; equal to those of a checkpoint that
+    """Random parameters on the devices of `layout`; equal to those of a checkpoint that
     `random_tensor` filled with the same seed.
 
     Args:
       cfg: any configuration.
       seed: decides all values.
-      mesh: see `load_params`.
-      rules: see `load_params`.
+      layout: see `load_params`.
       tables_on_device: whether to make the Engram tables.
       token_map: `engram_token_map`; without one, token id modulo the compressed vocabulary size.
       progress: whether to show a progress bar.
@@ -84,8 +81,6 @@ def random_params(
         raise ValueError(f"token_map has shape {token_map.shape}: expected [vocab_size] = [{cfg.vocab_size}]")
     abstract = abstract_params(cfg, tables_on_device)
     specs = dict(named_leaves(abstract))
-    shardings = leaf_shardings(abstract, mesh, rules)
-    check_memory(abstract, shardings)
 
     def read(name: str, index: Index) -> np.ndarray:
         spec = specs[name]
@@ -96,7 +91,7 @@ def random_params(
         return _stack(tensor_names(name, spec)[index[0]], spec, cfg, seed, pool.map)[:, *index[1:]]
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        return place_leaves(abstract, shardings, read, progress=progress, description="drawing")
+        return place_leaves(abstract, layout, read, progress=progress, description="drawing")
 
 
 def random_leaf(name: str, spec: ArraySpec, cfg: ModelConfig, seed: int) -> np.ndarray:

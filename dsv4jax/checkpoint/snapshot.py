@@ -11,18 +11,25 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
-from jax.sharding import Mesh
 from tqdm import tqdm
 
 from dsv4jax.checkpoint.files import atomic_directory, companion_files, write_synced
 from dsv4jax.checkpoint.load import stream_params
-from dsv4jax.checkpoint.placement import check_memory, leaf_shardings
+from dsv4jax.checkpoint.placement import check_memory
 from dsv4jax.checkpoint.safetensors import write_checkpoint
 from dsv4jax.checkpoint.values import convert_exactly
 from dsv4jax.config import ModelConfig
-from dsv4jax.params import Params, abstract_params, checkpoint_inventory, named_leaves, tensor_names
+from dsv4jax.params import (
+    Params,
+    abstract_params,
+    checkpoint_inventory,
+    in_memory,
+    leaf_shardings,
+    named_leaves,
+    tensor_names,
+)
 from dsv4jax.weights import STORED_DTYPES, ArraySpec
-from sharding import EXPERT_PARALLEL, ShardingRules
+from sharding import SINGLE, Layout
 
 _PARAMS = "params"
 _GROUP_BYTES = 4 << 30
@@ -59,15 +66,14 @@ def save_snapshot(path: str | Path, leaves: Iterable[tuple[str, Any]], checkpoin
 def load_snapshot(
     path: str | Path,
     cfg: ModelConfig,
-    mesh: Mesh | None = None,
+    layout: Layout = SINGLE,
     *,
-    rules: ShardingRules = EXPERT_PARALLEL,
     tables_on_device: bool = True,
 ) -> Params:
-    """The parameters of a snapshot on the default device, or sharded by `rules` over `mesh`, bit for bit.
+    """The parameters of a snapshot on the devices of `layout`, bit for bit.
 
-    The mesh they were saved from does not matter: every device reads its part. Host memory beyond the parameters is at
-    most 4 GiB, or the largest leaf.
+    The layout they were saved from does not matter: every device reads its part. Host memory beyond the parameters is
+    at most 4 GiB, or the largest leaf.
 
     Raises:
       FileNotFoundError: no snapshot there.
@@ -76,9 +82,10 @@ def load_snapshot(
     """
     stored = _open(path, cfg)
     abstract = abstract_params(cfg, tables_on_device)
-    specs = dict(named_leaves(abstract))
-    shardings = leaf_shardings(abstract, mesh, rules)
-    check_memory(abstract, shardings)
+    padded = in_memory(abstract, layout)
+    specs = dict(named_leaves(padded))
+    shardings = leaf_shardings(padded, layout)
+    check_memory(padded, shardings)
     wanted = {
         name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=shardings[name]) for name, spec in specs.items()
     }
@@ -139,7 +146,7 @@ def _open(path: str | Path, cfg: ModelConfig) -> dict[str, ArraySpec]:
     problems = [f"{name!r} is missing" for name in specs if name not in found]
     problems += [f"{name!r} is not a leaf of the model" for name in found if name not in specs]
     for name, spec in specs.items():
-        if name in found and (tuple(found[name].shape), np.dtype(found[name].dtype)) != (spec.shape, spec.dtype):
+        if name in found and not _fits(found[name], spec):
             problems.append(
                 f"{name!r} is {found[name].dtype} {list(found[name].shape)}, expected {spec.dtype} {list(spec.shape)}"
             )
@@ -147,6 +154,14 @@ def _open(path: str | Path, cfg: ModelConfig) -> dict[str, ArraySpec]:
         shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
         raise ValueError(f"snapshot {str(path)!r} does not fit its configuration: {shown}")
     return specs
+
+
+def _fits(found: Any, spec: ArraySpec) -> bool:
+    """Whether a stored array is a leaf. Engram tables saved from several devices may have padding behind their rows."""
+    shape = tuple(found.shape)
+    if spec.axes[:1] == ("engram_rows",) and len(shape) == len(spec.shape):
+        shape = (min(shape[0], spec.shape[0]), *shape[1:])
+    return (shape, np.dtype(found.dtype)) == (spec.shape, spec.dtype)
 
 
 def _load(path: str | Path, stored: Mapping[str, ArraySpec], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,6 +177,8 @@ def _context(read_bytes: int) -> ocp.Context:
     context.array.saving.use_replica_parallel = False
     context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     context.memory.read_concurrent_bytes = read_bytes
+    # Of the rows of Engram tables, see `padded_shape`; other shapes have been found equal.
+    context.array.loading.enable_padding_and_truncation = True
     return context
 
 

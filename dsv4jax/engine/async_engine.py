@@ -11,7 +11,7 @@ from collections.abc import Sequence as ListOf
 import numpy as np
 
 from dsv4jax.engine.engine import Engine
-from dsv4jax.engine.records import EngineStats, Observer
+from dsv4jax.engine.records import BalanceStats, EngineStats, Observer
 from dsv4jax.engine.request import (
     EngineStopped,
     FinishReason,
@@ -61,6 +61,7 @@ class AsyncEngine:
       observer: is told about requests that are turned away.
       max_model_len, vocab_size: of the model, for whoever builds requests.
       health_timeout: seconds without a sign of life after which the engine counts as dead.
+      compilations, balance: asked for statistics, from any thread.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class AsyncEngine:
         vocab_size: int,
         health_timeout: float = 60.0,
         compilations: Callable[[], int] = lambda: 0,
+        balance: Callable[[], BalanceStats | None] = lambda: None,
     ):
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self._engine, self._observer = engine, observer
-        self._health_timeout, self._compilations = health_timeout, compilations
+        self._health_timeout, self._compilations, self._balance = health_timeout, compilations, balance
         self._lock = threading.Condition()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._announced_choices = self._announced_tokens = 0  # of requests not yet in the scheduler
@@ -193,7 +195,7 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         """The engine now."""
-        return self._engine.stats(self._compilations())
+        return self._engine.stats(self._compilations(), self._balance())
 
     async def drain(self, timeout: float) -> None:
         """Takes no more requests, lets the running ones end for up to `timeout` seconds, aborts the rest, and stops."""
@@ -331,6 +333,8 @@ def _chunk(sequence: Sequence, count: int, reason: FinishReason | None) -> Token
         top_logprobs=tuple(sequence.top_logprobs[first:count]) if wants else (),
         prompt_logprobs=prompt_logprobs,
         cached_tokens=max(sequence.first_cached, 0),
+        drafted=sequence.drafted,
+        accepted=sequence.accepted,
         finish_reason=reason,
         stop_reason=sequence.stop_reason if reason == "stop" else None,
         error=sequence.error,

@@ -2,13 +2,16 @@
 
 import collections
 import dataclasses
+import functools
 import logging
+import operator
 import time
 
 import numpy as np
 
+from dsv4jax.engine.draft_totals import DraftTotals
 from dsv4jax.engine.plan import Executor, StepPlan
-from dsv4jax.engine.records import EngineStats, Observer, RequestRecord, StepRecord
+from dsv4jax.engine.records import BalanceStats, EngineStats, Observer, RankStats, RequestRecord, StepRecord
 from dsv4jax.engine.request import FinishReason, GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.sequence import Sequence
@@ -87,18 +90,29 @@ class Engine:
         ended, self._untold = self._untold, []
         return list(dict.fromkeys([*news, *ended]))
 
-    def stats(self, compilations: int = 0) -> EngineStats:
+    def stats(self, compilations: int = 0, balance: BalanceStats | None = None) -> EngineStats:
         """The engine now."""
-        scheduler, ranks = self.scheduler, self.scheduler.ranks
+        scheduler = self.scheduler
+        ranks = tuple(
+            RankStats(
+                running=rank.num_running,
+                load=rank.load,
+                used_pages=rank.pool.num_pages - rank.pool.available,
+                cached_pages=rank.pool.kept,
+                prefix_queries=rank.prefix_queries,
+                prefix_hits=rank.prefix_hits,
+            )
+            for rank in scheduler.ranks
+        )
         device, schedule, update, gap = self._totals.tolist()
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.waiting_tokens,
             slots=scheduler.cfg.slots * len(ranks),
-            pages=sum(rank.pool.num_pages for rank in ranks),
-            used_pages=sum(rank.pool.num_pages - rank.pool.available for rank in ranks),
-            cached_pages=sum(rank.pool.kept for rank in ranks),
+            pages=scheduler.cfg.pages * len(ranks),
+            used_pages=sum(rank.used_pages for rank in ranks),
+            cached_pages=sum(rank.cached_pages for rank in ranks),
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             cached_tokens=self._tokens[0],
@@ -110,7 +124,12 @@ class Engine:
             schedule_seconds=schedule,
             update_seconds=update,
             gap_seconds=gap,
+            drafts=functools.reduce(
+                operator.add, (rank.drafts for rank in scheduler.ranks), DraftTotals.zero(scheduler.cfg.drafts)
+            ),
             compilations=compilations,
+            ranks=ranks,
+            balance=balance,
         )
 
     def _step(self) -> list[Sequence]:
@@ -139,10 +158,15 @@ class Engine:
         record = StepRecord(
             number=result.number,
             prefill_requests=len(chunks),
-            decode_requests=sum(len(r.decodes.slots) for r in dispatched.plan.ranks if r.decodes is not None),
+            decode_requests=sum(
+                len(part.slots)
+                for rank in dispatched.plan.ranks
+                for part in (rank.decodes, rank.speculation)
+                if part is not None
+            ),
             cached_tokens=dispatched.cached_tokens,
             computed_tokens=sum(chunk.end - chunk.start for chunk in chunks),
-            output_tokens=len(update.news),
+            output_tokens=update.tokens,
             device_seconds=result.seconds,
             schedule_seconds=dispatched.schedule_seconds,
             update_seconds=time.perf_counter() - begin,
@@ -177,6 +201,9 @@ class Engine:
                 cached_tokens=max(s.first_cached, 0),
                 output_tokens=len(s.generated),
                 max_tokens=s.request.max_tokens,
+                draft_rounds=s.draft_rounds,
+                drafted=s.drafted,
+                accepted=s.accepted,
                 preemptions=s.preemptions,
                 finish_reason=s.finish_reason,
                 arrived=s.arrived,

@@ -2,14 +2,27 @@
 
 import collections
 import dataclasses
+import itertools
+import logging
 import time
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from dsv4jax.batch import DecodeTokens, PrefillBucket, PrefillChunk, decode_batch, prefill_batch
-from dsv4jax.cache import init_cache
+from dsv4jax.balance.balancer import ExpertBalancer
+from dsv4jax.balance.metrics import BalanceMetrics
+from dsv4jax.batch import (
+    DecodeBucket,
+    DecodeTokens,
+    PrefillBucket,
+    PrefillChunk,
+    SpeculativeBatch,
+    SpeculativeRequest,
+    StepBatch,
+    concatenate_batches,
+)
 from dsv4jax.engine.plan import (
     Decodes,
     Prefill,
@@ -17,26 +30,49 @@ from dsv4jax.engine.plan import (
     Sampled,
     SlotMask,
     SlotStart,
+    Speculated,
+    Speculation,
     StepPlan,
     StepResult,
 )
-from dsv4jax.engine.programs import Programs
+from dsv4jax.engine.programs import Bucket, DraftBucket, Programs
+from dsv4jax.engine.records import BalanceStats
 from dsv4jax.engine.request import PromptLogprobs
 from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling import request_rows
 from dsv4jax.sampling_settings import RequestSampling
+from dsv4jax.speculation import DraftOutput, SpeculativeOutput
 from dsv4jax.steps import StepOutput
 
+_log = logging.getLogger(__name__)
+_BALANCE_EVERY = 100  # steps between two looks at how even the load is, each of which waits for the device
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_TIMED_STEPS = 5
+_GREEDY = RequestSampling(temperature=0.0, seed=0)
+
+
+@dataclasses.dataclass(eq=False)
+class _Results:
+    """What a program returned, over all ranks."""
+
+    output: StepOutput | SpeculativeOutput
+    ranks: int
+    tile: int = 1  # chunks of prompts begin at multiples of it in their rank's batch
+
+    def of_rank(self, name: str, rank: int) -> np.ndarray:
+        """The rank's rows of an array of the output, on the host."""
+        array = np.asarray(getattr(self.output, name))
+        rows = len(array) // self.ranks
+        return array[rank * rows : (rank + 1) * rows]
 
 
 @dataclasses.dataclass(eq=False)
 class _Dispatched:
     plan: StepPlan
-    prefill: StepOutput | None
-    decode: StepOutput | None
-    offsets: np.ndarray  # of the prefill chunks in their batch
+    prefill: _Results | None
+    decode: _Results | None
+    speculation: _Results | None
     at: float
 
 
@@ -56,18 +92,39 @@ class CompileCounter:
 
 
 class JaxExecutor:
-    """Runs plans of one rank on the default device.
+    """Runs plans of all ranks of a layout: one program each for the prefills of a step, its decodes, those with drafts,
+    and first drafts.
+
+    A program runs on all ranks in the smallest bucket that holds each rank's part; a rank that has none takes part with
+    a batch of nothing, which writes nothing. Of several processes, each of which gets the same plans, every one makes
+    the batches of its own ranks, and all get the results.
 
     Args:
+      params: on the devices of `programs.layout`.
       usable_ids: token ids from here on are never chosen (a vocabulary padded beyond the tokenizer).
       strict: a step during which anything was compiled fails; for tests of the promise that nothing is.
+      balancer: rearranges the experts of the backbone layers while steps run; `params` have them where it says. None if
+        the programs have no `expert_slots`.
     """
 
-    def __init__(self, params: Params, programs: Programs, *, usable_ids: int | None = None, strict: bool = False):
+    def __init__(
+        self,
+        params: Params,
+        programs: Programs,
+        *,
+        usable_ids: int | None = None,
+        strict: bool = False,
+        balancer: ExpertBalancer | None = None,
+    ):
         self._params, self._programs = params, programs
+        self._balancer = balancer
+        self._placement = None if balancer is None else jax.device_put(balancer.placement, programs.layout.on_all)
+        self.balance: BalanceStats | None = None
+        self._steps = 0
         self._usable_ids = programs.cfg.vocab_size if usable_ids is None else usable_ids
         self._strict = strict
         self._tokens_on_host = programs.tables is not None
+        self._ranks, self._local_ranks = programs.layout.ranks, programs.layout.local_ranks
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self.compilations = CompileCounter()
         self.reset()
@@ -86,9 +143,10 @@ class JaxExecutor:
         programs = self._programs
         slots = programs.cache_cfg.slots
         self._cache = None  # freed before the new one is made
-        self._cache = init_cache(programs.cfg, programs.cache_cfg, programs.numerics)
-        self._sampling = [RequestSampling(temperature=0.0, seed=0)] * slots
-        self._history = [()] * slots  # newest token ids that were run, newest first; for Engram tables on the host
+        self._cache = programs.init_cache()
+        self._sampling = [[_GREEDY] * slots for _ in range(self._ranks)]
+        # Newest token ids that were run, newest first; for Engram tables on the host.
+        self._history: list[list[tuple[int, ...]]] = [[()] * slots for _ in range(self._ranks)]
         self._free_since = time.monotonic()
 
     def warm_up(self, progress: bool = True) -> None:
@@ -97,128 +155,288 @@ class JaxExecutor:
         Raises what a program raises, such as a lack of memory.
         """
         programs = self._programs
-        buckets = [*programs.buckets.prefill, *programs.buckets.decode]
-        for bucket in tqdm(buckets, desc="warming up", unit="program", disable=not progress):
-            build = prefill_batch if isinstance(bucket, PrefillBucket) else decode_batch
-            batch = programs.with_rows(build(programs.cfg, programs.cache_cfg, [], bucket))
-            self._cache, output = programs.step(bucket)(self._params, self._cache, batch)
+        for bucket in tqdm(programs.buckets.steps, desc="warming up", unit="program", disable=not progress):
+            output = self._run(bucket, [programs.nothing(bucket)] * len(self._local_ranks))
             jax.block_until_ready(output.tokens)
-        self._start(SlotStart(0, np.zeros(1, np.int32), 0, RequestSampling(temperature=0.0, seed=0), {}))
+        self._start([SlotStart(0, np.zeros(1, np.int32), 0, _GREEDY, {})] * self._ranks)
         for rows in programs.buckets.masks:
-            self._set_masks((SlotMask(0, None),) * rows)
+            self._set_masks([(SlotMask(0, None),) * rows] * self._ranks)
+        if self._balancer is not None:
+            self._balancer.warm_up(self._params, self._placement)
+            self.balance = _balance_stats(self._balancer.metrics())
         self.compilations.count = 0
         self._free_since = time.monotonic()
 
+    def measure_costs(self) -> dict[DecodeBucket, dict[int, float]]:
+        """Measures steps with drafts on short requests, and lets them choose by it how many drafts to verify.
+
+        Not with several processes, which would choose differently. Empties the cache.
+
+        Returns:
+          Seconds by the tokens that each rank verified, which `Programs.set_costs` was given.
+
+        Raises:
+          ValueError: the devices belong to several processes, or a bucket has pages for fewer tokens than are timed.
+        """
+        programs = self._programs
+        if programs.layout.spans_processes:
+            raise ValueError("measure_costs: the devices must belong to one process")
+        costs = {}
+        for bucket in programs.buckets.verify:
+            most = bucket.requests * bucket.tokens_per_request
+            totals = sorted({*(2**i for i in range(most.bit_length())), bucket.requests, most})
+            costs[bucket] = {total: self._seconds_of(bucket, total) for total in totals}
+            programs.set_costs(bucket, costs[bucket])
+        self.reset()
+        return costs
+
+    def _seconds_of(self, bucket: DecodeBucket, total: int) -> float:
+        """Time of a step in which each rank verifies `total` tokens of as few requests as can be."""
+        programs, width = self._programs, bucket.tokens_per_request
+        size, pages = programs.cache_cfg.page_size, programs.cache_cfg.pages
+        used = ceil_div((_TIMED_STEPS + 2) * width, size)
+        count = ceil_div(total, width)
+        rows = []
+        for slot in range(count):
+            drafts = total // count + (slot < total % count) - 1
+            own = (slot * used + np.arange(used, dtype=np.int32)) % pages
+            rows.append(SpeculativeRequest(slot, own, used * size, drafts, drafts, _GREEDY))
+        batches = [programs.batch(rows, bucket)] * self._ranks
+        self.reset()
+        jax.block_until_ready(self._run(bucket, batches).counts)  # only drafts: there were none yet
+        seconds = []
+        for _ in range(_TIMED_STEPS):
+            begin = time.monotonic()
+            output = self._run(bucket, batches)
+            jax.block_until_ready(output.counts)
+            seconds.append(time.monotonic() - begin)
+        return float(np.median(seconds))
+
     def dispatch(self, plan: StepPlan) -> None:
-        """Starts a step. The one rank's arrays go to the device as they are, results start their way back."""
+        """Starts a step; results start their way back.
+
+        Raises:
+          ValueError: the plan is for another number of ranks.
+          RuntimeError: something was compiled in strict mode.
+        """
+        if len(plan.ranks) != self._ranks:
+            raise ValueError(f"a plan for {len(plan.ranks)} ranks: the programs are for {self._ranks}")
         compiled = self.compilations.count
+        if self._balancer is not None:
+            self._balance()
         at = time.monotonic()
-        (rank,) = plan.ranks
-        for start in rank.starts:
-            self._start(start)
-        if rank.masks:
-            self._set_masks(rank.masks)
-        prefill, offsets = self._prefill(rank.prefills) if rank.prefills else (None, np.zeros(0, np.int32))
-        decode = self._decode(rank.decodes) if rank.decodes is not None else None
-        self._queue.append(_Dispatched(plan, prefill, decode, offsets, at))
+        for starts in itertools.zip_longest(*(rank.starts for rank in plan.ranks)):
+            self._start(starts)
+        if any(rank.masks for rank in plan.ranks):
+            self._set_masks([rank.masks for rank in plan.ranks])
+        prefill = self._prefill([rank.prefills for rank in plan.ranks])
+        decode = self._decode([rank.decodes for rank in plan.ranks])
+        speculation = self._speculate([rank.speculation for rank in plan.ranks])
+        self._draft_first([rank.first_drafts for rank in plan.ranks])
+        self._queue.append(_Dispatched(plan, prefill, decode, speculation, at))
         if self._strict and self.compilations.count > compiled:
             raise RuntimeError(f"step {plan.number} compiled {self.compilations.count - compiled} programs")
 
     def wait(self) -> StepResult:
         """The oldest step's result; blocks until the device is done with it."""
         step = self._queue.popleft()
-        (rank,) = step.plan.ranks
-        prefills = decodes = None
-        logprobs = ()
-        if step.prefill is not None:
-            wanted = [self._sampling[p.slot].top_logprobs for p in rank.prefills]
-            prefills = _sampled(step.prefill, len(rank.prefills), max(wanted))
-            if rank.prefills[0].prompt_logprobs >= 0:
-                logprobs = _prompt_logprobs(step.prefill, rank.prefills, step.offsets)
-            else:
-                logprobs = (None,) * len(rank.prefills)
-        if step.decode is not None:
-            wanted = [self._sampling[slot].top_logprobs for slot in rank.decodes.slots.tolist()]
-            decodes = _sampled(step.decode, len(rank.decodes.slots), max(wanted))
+        results = tuple(self._result(step, rank) for rank in range(self._ranks))
         end = time.monotonic()
         gap = max(0.0, step.at - self._free_since)
         seconds = end - max(step.at, self._free_since)
         self._free_since = end
-        return StepResult(step.plan.number, (RankResult(prefills, decodes, logprobs),), seconds, gap)
+        return StepResult(step.plan.number, results, seconds, gap)
 
-    def _start(self, start: SlotStart) -> None:
+    def _balance(self) -> None:
+        """Goes on with rearranging experts.
+
+        What fails there is no matter of the step's; but of several processes all must do the same.
+        """
+        self._steps += 1
+        if self._steps % _BALANCE_EVERY == 0:
+            self.balance = _balance_stats(self._balancer.metrics())
+        try:
+            self._params, self._placement = self._balancer.advance(self._params, self._placement)
+        except Exception:
+            if self._programs.layout.spans_processes:
+                raise
+            _log.exception("the experts stay where they are: a rearrangement failed")
+
+    def _result(self, step: _Dispatched, rank: int) -> RankResult:
+        plan, sampling = step.plan.ranks[rank], self._sampling[rank]
+        prefills = decodes = speculation = None
+        logprobs: tuple[PromptLogprobs | None, ...] = ()
+        if plan.prefills:
+            prefills = _sampled(step.prefill, rank, [sampling[p.slot] for p in plan.prefills])
+            if plan.prefills[0].prompt_logprobs >= 0:
+                logprobs = _prompt_logprobs(step.prefill, rank, plan.prefills)
+            else:
+                logprobs = (None,) * len(plan.prefills)
+        if plan.decodes is not None:
+            decodes = _sampled(step.decode, rank, [sampling[slot] for slot in plan.decodes.slots.tolist()])
+        if plan.speculation is not None:
+            requests = [sampling[slot] for slot in plan.speculation.slots.tolist()]
+            speculation = _speculated(step.speculation, rank, requests)
+        return RankResult(prefills, decodes, logprobs, speculation)
+
+    def _start(self, starts: Sequence[SlotStart | None]) -> None:
+        """Starts at most one request on each rank."""
         programs = self._programs
+        rows = programs.start_rows([self._start_row(starts[rank]) for rank in self._local_ranks])
+        self._cache = programs.start_request(self._cache, *programs.layout.put(rows))
+        for rank, start in enumerate(starts):
+            if start is not None:
+                sampling = start.sampling
+                if sampling.seed is None:
+                    sampling = dataclasses.replace(sampling, seed=int(np.random.default_rng().integers(2**62)))
+                self._sampling[rank][start.slot] = sampling
+
+    def _start_row(self, start: SlotStart | None) -> tuple[np.ndarray, ...]:
+        programs = self._programs
+        if start is None:
+            start = SlotStart(programs.cache_cfg.slots, np.zeros(0, np.int32), 0, _GREEDY, {})
         length = len(start.tokens)
         prompt, outputs = np.split(start.tokens, [length - start.generated])
         mask, counts, bias = request_rows(prompt, outputs, start.logit_bias, programs.cfg.vocab_size)
         bias[self._usable_ids :] = -np.inf
-        self._cache = programs.start_request(self._cache, np.int32(start.slot), mask, counts, bias, np.int32(length))
-        sampling = start.sampling
-        if sampling.seed is None:
-            sampling = dataclasses.replace(sampling, seed=int(np.random.default_rng().integers(2**62)))
-        self._sampling[start.slot] = sampling
+        return np.int32(start.slot), mask, counts, bias, np.int32(length)
 
-    def _set_masks(self, masks: tuple[SlotMask, ...]) -> None:
+    def _set_masks(self, masks: Sequence[tuple[SlotMask, ...]]) -> None:
         programs = self._programs
         words = ceil_div(programs.cfg.vocab_size, 32)
-        rows = min(n for n in programs.buckets.masks if n >= len(masks))
-        slots = np.full(rows, programs.cache_cfg.slots, np.int32)
-        values = np.full((rows, words), 0xFFFFFFFF, np.uint32)
-        for row, mask in enumerate(masks):
-            slots[row] = mask.slot
-            if mask.mask is not None:
-                values[row] = mask.mask
-        self._cache = programs.set_allowed_tokens(rows)(self._cache, slots, values)
+        most = max(map(len, masks))
+        rows = min(n for n in programs.buckets.masks if n >= most)
+        local = [masks[rank] for rank in self._local_ranks]
+        slots = np.full((len(local), rows), programs.cache_cfg.slots, np.int32)
+        values = np.full((len(local), rows, words), 0xFFFFFFFF, np.uint32)
+        for i, given in enumerate(local):
+            for row, mask in enumerate(given):
+                slots[i, row] = mask.slot
+                if mask.mask is not None:
+                    values[i, row] = mask.mask
+        arguments = programs.layout.put((slots.reshape(-1), values.reshape(-1, words)))
+        self._cache = programs.set_allowed_tokens(rows)(self._cache, *arguments)
 
-    def _prefill(self, chunks: tuple[Prefill, ...]) -> tuple[StepOutput, np.ndarray]:
-        programs = self._programs
-        buckets = programs.buckets
-        tile = buckets.prefill[0].tile
-        size = programs.cache_cfg.page_size
-        bucket = buckets.for_prefill(
-            sum(ceil_div(c.end - c.start, tile) * tile for c in chunks),
-            len(chunks),
+    def _prefill(self, ranks: Sequence[tuple[Prefill, ...]]) -> _Results | None:
+        programs, chunks = self._programs, [chunk for rank in ranks for chunk in rank]
+        if not chunks:
+            return None
+        tile, size = programs.buckets.prefill[0].tile, programs.cache_cfg.page_size
+        bucket = programs.buckets.for_prefill(
+            max(sum(ceil_div(c.end - c.start, tile) * tile for c in rank) for rank in ranks),
+            max(map(len, ranks)),
             max(ceil_div(c.end, size) for c in chunks),
             chunks[0].prompt_logprobs >= 0,
         )
+        output = self._run(bucket, [self._prefill_batch(i, ranks[i], bucket) for i in self._local_ranks])
+        if self._tokens_on_host:
+            for i, rank in enumerate(ranks):
+                for c in rank:
+                    self._history[i][c.slot] = tuple(c.tokens[max(0, c.end - self._lookback) : c.end].tolist()[::-1])
+        return _Results(output, self._ranks, tile)
+
+    def _prefill_batch(self, rank: int, chunks: tuple[Prefill, ...], bucket: PrefillBucket) -> StepBatch:
+        programs = self._programs
+        if not chunks:
+            return programs.nothing(bucket)
         rows = [
             PrefillChunk(
-                c.tokens,
-                c.start,
-                c.end,
-                c.slot,
-                c.pages,
+                prompt=c.tokens,
+                start=c.start,
+                end=c.end,
+                slot=c.slot,
+                pages=c.pages,
                 cached=c.cached,
                 window_floor=c.window_floor,
-                sampling=self._sampling[c.slot],
+                sampling=self._sampling[rank][c.slot],
             )
             for c in chunks
         ]
-        batch = programs.with_rows(prefill_batch(programs.cfg, programs.cache_cfg, rows, bucket))
-        self._cache, output = programs.step(bucket)(self._params, self._cache, batch)
-        for c in chunks:
-            self._history[c.slot] = tuple(c.tokens[max(0, c.end - self._lookback) : c.end].tolist()[::-1])
-        _start_copies(output)
-        return output, batch.offsets
+        return programs.batch(rows, bucket)
 
-    def _decode(self, decodes: Decodes) -> StepOutput:
-        programs = self._programs
+    def _decode(self, ranks: Sequence[Decodes | None]) -> _Results | None:
+        programs, given = self._programs, [rank for rank in ranks if rank is not None]
+        if not given:
+            return None
+        bucket = programs.buckets.for_decode(
+            max(len(decodes.slots) for decodes in given),
+            ceil_div(max(int(decodes.starts.max()) for decodes in given) + 1, programs.cache_cfg.page_size),
+        )
+        output = self._run(bucket, [self._decode_batch(i, ranks[i], bucket) for i in self._local_ranks])
+        if self._tokens_on_host:
+            for history, decodes in zip(self._history, ranks, strict=True):
+                if decodes is not None:
+                    for slot, token in zip(decodes.slots.tolist(), decodes.tokens.tolist(), strict=True):
+                        history[slot] = (token, *history[slot])[: self._lookback]
+        return _Results(output, self._ranks)
+
+    def _decode_batch(self, rank: int, decodes: Decodes | None, bucket: DecodeBucket) -> StepBatch:
+        programs, sampling, history = self._programs, self._sampling[rank], self._history[rank]
+        if decodes is None:
+            return programs.nothing(bucket)
         slots, starts, tokens = decodes.slots.tolist(), decodes.starts.tolist(), decodes.tokens.tolist()
-        needed = ceil_div(max(starts) + 1, programs.cache_cfg.page_size)
-        bucket = programs.buckets.for_decode(len(slots), needed)
-        history = [self._history[slot] for slot in slots] if self._tokens_on_host else [()] * len(slots)
         rows = [
-            DecodeTokens((token,), start, slot, pages, self._sampling[slot], before)
-            for token, start, slot, pages, before in zip(
-                tokens, starts, slots, decodes.page_table, history, strict=True
+            DecodeTokens((token,), start, slot, pages, sampling[slot], history[slot] if self._tokens_on_host else ())
+            for token, start, slot, pages in zip(tokens, starts, slots, decodes.page_table, strict=True)
+        ]
+        return programs.batch(rows, bucket)
+
+    def _speculate(self, ranks: Sequence[Speculation | None]) -> _Results | None:
+        programs, given = self._programs, [rank for rank in ranks if rank is not None]
+        if not given:
+            return None
+        bucket = programs.buckets.for_decode(
+            max(len(speculation.slots) for speculation in given),
+            ceil_div(max(int(_reached(speculation).max()) for speculation in given), programs.cache_cfg.page_size),
+            drafts=True,
+        )
+        output = self._run(bucket, [self._speculative_batch(i, ranks[i], bucket) for i in self._local_ranks])
+        return _Results(output, self._ranks)
+
+    def _speculative_batch(self, rank: int, plan: Speculation | None, bucket: DecodeBucket) -> SpeculativeBatch:
+        if plan is None:
+            return self._programs.nothing(bucket)
+        columns = (plan.slots, _reached(plan), plan.max_drafts, plan.min_drafts, plan.tokens)
+        rows = [
+            SpeculativeRequest(slot, pages, end, most, least, self._sampling[rank][slot], token)
+            for slot, end, most, least, token, pages in zip(
+                *(c.tolist() for c in columns), plan.page_table, strict=True
             )
         ]
-        batch = programs.with_rows(decode_batch(programs.cfg, programs.cache_cfg, rows, bucket))
-        self._cache, output = programs.step(bucket)(self._params, self._cache, batch)
-        if self._tokens_on_host:
-            for slot, token in zip(slots, tokens, strict=True):
-                self._history[slot] = (token, *self._history[slot])[: self._lookback]
-        _start_copies(output)
+        return self._programs.batch(rows, bucket)
+
+    def _draft_first(self, ranks: Sequence[tuple[int, ...]]) -> None:
+        if not any(ranks):
+            return
+        most = max(map(len, ranks))
+        bucket = min((b for b in self._programs.buckets.draft if b.requests >= most), key=lambda b: b.requests)
+        batches = []
+        for rank in self._local_ranks:
+            rows = [
+                SpeculativeRequest(slot, np.zeros(0, np.int32), 0, 0, sampling=self._sampling[rank][slot])
+                for slot in ranks[rank]
+            ]
+            batches.append(self._programs.batch(rows, bucket))
+        self._run(bucket, batches)
+
+    def _run(
+        self, bucket: Bucket, batches: list[StepBatch] | list[SpeculativeBatch]
+    ) -> StepOutput | SpeculativeOutput | DraftOutput:
+        """One program, with a batch for each rank."""
+        programs = self._programs
+        batch = batches[0] if len(batches) == 1 else concatenate_batches(batches)
+        batch = programs.layout.put(batch)
+        options = {}
+        if self._balancer is not None and not isinstance(bucket, DraftBucket):
+            options["placement"] = self._placement
+        self._cache, output = programs.step(bucket)(self._params, self._cache, batch, **options)
+        if isinstance(bucket, DraftBucket):
+            return output
+        if self._balancer is not None:
+            self._balancer.record(output.expert_load, "prefill" if isinstance(bucket, PrefillBucket) else "decode")
+        names = ("tokens", "logprobs", "counts", "verified")
+        for array in (getattr(output, name) for name in names if hasattr(output, name)):
+            array.copy_to_host_async()
         return output
 
     @property
@@ -226,26 +444,47 @@ class JaxExecutor:
         return self._programs.cfg.engram_max_ngram_size - 1
 
 
-def _start_copies(output: StepOutput) -> None:
-    output.tokens.copy_to_host_async()
-    output.logprobs.copy_to_host_async()
+def _balance_stats(metrics: BalanceMetrics) -> BalanceStats:
+    return BalanceStats(
+        measured={kind: b.measured for kind, b in metrics.balancedness.items()},
+        uniform={kind: b.uniform for kind, b in metrics.balancedness.items()},
+        rearrangements=metrics.rearrangements,
+        experts_moved=metrics.experts_moved,
+        failures=metrics.failures,
+    )
 
 
-def _sampled(output: StepOutput, rows: int, top: int) -> Sampled:
-    """The first token of each row, with the best ones if any request asks for them (`top` > 0)."""
-    tokens, logprobs = np.asarray(output.tokens)[:rows, 0], np.asarray(output.logprobs)[:rows, 0]
-    if top <= 0:
+def _sampled(results: _Results, rank: int, sampling: list[RequestSampling]) -> Sampled:
+    """The first token of each of the rank's rows, with the best ones if any request asks for them."""
+    rows = slice(len(sampling)), 0
+    tokens, logprobs = results.of_rank("tokens", rank)[rows], results.of_rank("logprobs", rank)[rows]
+    if max(s.top_logprobs for s in sampling) <= 0:
         return Sampled(tokens, logprobs)
-    return Sampled(tokens, logprobs, np.asarray(output.top_tokens)[:rows, 0], np.asarray(output.top_logprobs)[:rows, 0])
+    return Sampled(
+        tokens, logprobs, results.of_rank("top_tokens", rank)[rows], results.of_rank("top_logprobs", rank)[rows]
+    )
 
 
-def _prompt_logprobs(
-    output: StepOutput, chunks: tuple[Prefill, ...], offsets: np.ndarray
-) -> tuple[PromptLogprobs, ...]:
-    arrays = [np.asarray(a) for a in (output.prompt_logprobs, output.prompt_top_tokens, output.prompt_top_logprobs)]
-    results = []
-    for chunk, offset in zip(chunks, offsets.tolist()[: len(chunks)], strict=True):
+def _speculated(results: _Results, rank: int, sampling: list[RequestSampling]) -> Speculated:
+    """The tokens of each of the rank's rows, with the best ones if any request asks for them."""
+    names = ["counts", "verified", "tokens", "logprobs"]
+    if max(s.top_logprobs for s in sampling) > 0:
+        names += ["top_tokens", "top_logprobs"]
+    return Speculated(*(results.of_rank(name, rank)[: len(sampling)] for name in names))
+
+
+def _reached(speculation: Speculation) -> np.ndarray:
+    """Tokens that each request may run at most, from its first on; its pages cover them."""
+    return np.minimum(speculation.ends, speculation.positions + 1 + speculation.max_drafts)
+
+
+def _prompt_logprobs(results: _Results, rank: int, chunks: tuple[Prefill, ...]) -> tuple[PromptLogprobs, ...]:
+    names = ("prompt_logprobs", "prompt_top_tokens", "prompt_top_logprobs")
+    arrays = [results.of_rank(name, rank) for name in names]
+    parts, offset = [], 0
+    for chunk in chunks:
         rows = slice(offset, offset + min(chunk.end, len(chunk.tokens) - 1) - chunk.start)
         logprobs, ids, values = (a[rows] for a in arrays)
-        results.append(PromptLogprobs(logprobs, ids[:, : chunk.prompt_logprobs], values[:, : chunk.prompt_logprobs]))
-    return tuple(results)
+        parts.append(PromptLogprobs(logprobs, ids[:, : chunk.prompt_logprobs], values[:, : chunk.prompt_logprobs]))
+        offset += ceil_div(chunk.end - chunk.start, results.tile) * results.tile
+    return tuple(parts)

@@ -65,6 +65,28 @@ class Decodes:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Speculation:
+    """The newest chosen token of each running request and up to `max_drafts` drafts after it, which the slots hold.
+
+    `tokens[i]` is a token id or NEXT_TOKEN; an id may differ from the token in the slot, and no drafts follow it then.
+    Each request gets the accepted drafts and one token more, and the slot new drafts. A request at its end, which the
+    host may not know yet, gets nothing.
+    """
+
+    slots: Int32[np.ndarray, " requests"]
+    positions: Int32[np.ndarray, " requests"]
+    """The largest position that the newest chosen token can have; only the device knows the true one."""
+    ends: Int32[np.ndarray, " requests"]
+    """Prompt and `max_tokens` less one: no token at this position or beyond is run."""
+    tokens: Int32[np.ndarray, " requests"]
+    min_drafts: Int32[np.ndarray, " requests"]
+    """At least so many are verified, if there are so many; a step that chooses what pays chooses up to `max_drafts`."""
+    max_drafts: Int32[np.ndarray, " requests"]
+    page_table: Int32[np.ndarray, "requests pages"]
+    """As in `Decodes`; covers `max_drafts` drafts behind `positions`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class RankPlan:
     """One rank's part of a step, run in the order of the fields."""
 
@@ -72,6 +94,9 @@ class RankPlan:
     masks: tuple[SlotMask, ...]
     prefills: tuple[Prefill, ...]
     decodes: Decodes | None
+    speculation: Speculation | None = None
+    first_drafts: tuple[int, ...] = ()
+    """Slots whose prompt ends in this step and that then draft for the next one."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,6 +122,20 @@ class Sampled:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Speculated:
+    """What came of a rank's `Speculation`, in its order; as in `Sampled`, but places past `counts` hold any value."""
+
+    counts: Int32[np.ndarray, " requests"]
+    """Tokens of each request: the accepted drafts and one more; 0 for one that was at its end."""
+    verified: Int32[np.ndarray, " requests"]
+    """Drafts that were verified."""
+    tokens: Int32[np.ndarray, "requests tokens"]
+    logprobs: Float32[np.ndarray, "requests tokens"]
+    top_tokens: Int32[np.ndarray, "requests tokens top"] | None = None
+    top_logprobs: Float32[np.ndarray, "requests tokens top"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class RankResult:
     """What came of a rank's part of a step; None where there was nothing to run."""
 
@@ -104,6 +143,7 @@ class RankResult:
     decodes: Sampled | None
     prompt_logprobs: tuple[PromptLogprobs | None, ...] = ()
     """Per prefill: of its own tokens, if asked for."""
+    speculation: Speculated | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

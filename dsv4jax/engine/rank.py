@@ -2,66 +2,59 @@
 
 While a choice decodes, what changes in every step stands in arrays over slots, so that a step of hundreds of requests
 costs the host a few numpy calls and little Python per request.
+
+With drafts, only the device knows how many tokens the steps in flight bring a choice: each at least one, unless the
+choice was at its end, and at most one more than it verifies drafts. The next step is planned for the most: pages for
+every draft that may be run. If pages are short, fewer drafts are verified, and pages that turned out to be unneeded are
+given back before anybody is preempted. A choice leaves no drafts behind when it loses its slot.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int32, Int64
+from jaxtyping import Int32
 
+from dsv4jax.engine.chunking import Chunks
+from dsv4jax.engine.draft_totals import DraftTotals
+from dsv4jax.engine.in_flight import RankInFlight, Running, Update, rows_of, take_logprobs
 from dsv4jax.engine.page_pool import PagePool, PrefixHasher
-from dsv4jax.engine.plan import NEXT_TOKEN, Decodes, Prefill, RankPlan, RankResult, Sampled, SlotMask, SlotStart
+from dsv4jax.engine.plan import (
+    NEXT_TOKEN,
+    Decodes,
+    Prefill,
+    RankPlan,
+    RankResult,
+    Sampled,
+    SlotMask,
+    SlotStart,
+    Speculated,
+    Speculation,
+)
 from dsv4jax.engine.request import FinishReason
+from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
 from dsv4jax.engine.token_mask import MaskError
 
-if TYPE_CHECKING:
-    from dsv4jax.engine.scheduler import SchedulerConfig
+_REQUEST_LOAD = 256  # what a running request weighs, in tokens of prefill
+_CONTEXT_LOAD = 1 / 64  # and each token in its pages
 
 Failures = list[tuple[Sequence, str]]
+Chosen = tuple[Int32[np.ndarray, " requests"], Int32[np.ndarray, " requests"]]
+"""Slots of choices that decode in a step, and the most drafts that each may verify."""
 _UNDEFINED = "the model's logits were undefined (NaN or infinite)"
-
-
-@dataclasses.dataclass(eq=False)
-class RankInFlight:
-    """What a rank has to remember of a dispatched step. A slot's epoch changes when it loses its choice."""
-
-    prefills: list[tuple[Sequence, int, int, bool]]  # choice, epoch, end, whether its sampled token counts
-    slots: Int32[np.ndarray, " decodes"]
-    starts: Int32[np.ndarray, " decodes"]
-    epochs: Int64[np.ndarray, " decodes"]
-    counts: Bool[np.ndarray, " decodes"]  # whether the sampled token counts
-    sequences: list[Sequence]  # all that take part
-
-
-@dataclasses.dataclass(eq=False)
-class InFlight:
-    number: int
-    parts: list[RankInFlight]
-
-
-@dataclasses.dataclass(eq=False)
-class Update:
-    """What a step's result brought."""
-
-    news: list[Sequence] = dataclasses.field(default_factory=list)
-    """Choices with a new token."""
-    first_tokens: list[Sequence] = dataclasses.field(default_factory=list)
-    finished: list[tuple[Sequence, FinishReason, str | None]] = dataclasses.field(default_factory=list)
-    gaps: list[Float64[np.ndarray, " tokens"]] = dataclasses.field(default_factory=list)
-    """Seconds since the token before, per token that was not its choice's first."""
 
 
 class Rank:
     """One rank's slots and pages."""
 
-    def __init__(self, cfg: "SchedulerConfig", number: int):
+    def __init__(self, cfg: SchedulerConfig, number: int):
         self.number = number
         self.pool = PagePool(cfg.pages)
         self.free_slots = list(range(cfg.slots - 1, -1, -1))
         self.prefilling: list[Sequence] = []
+        self.prefix_queries = 0  # prompt tokens looked up, each choice once
+        self.prefix_hits = 0  # those of them that no step had to run
+        self.drafts = DraftTotals.zero(cfg.drafts)
         self._cfg = cfg
         self._sequences: list[Sequence | None] = [None] * cfg.slots
         self._masked: set[int] = set()
@@ -70,9 +63,13 @@ class Rank:
         slots = cfg.slots
         self._epoch = np.zeros(slots, np.int64)
         self._decoding = np.zeros(slots, bool)
-        self._position = np.zeros(slots, np.int32)  # next to run
         self._length = np.zeros(slots, np.int32)  # prompt and generated tokens known to the host
-        self._unread = np.zeros(slots, np.int32)  # sampled tokens the host does not know yet
+        self._again = np.zeros(slots, np.int32)  # the last ones of these, to be run again one by one
+        self._unread = np.zeros(slots, np.int32)  # steps in flight that bring tokens
+        self._ahead = np.zeros(slots, np.int32)  # the most tokens they bring
+        self._least_drafts = np.zeros(slots, np.int32)
+        self._most_drafts = np.zeros(slots, np.int32)
+        self._draft_context = np.zeros(slots, np.int32)  # no drafts from this position on
         self._end = np.zeros(slots, np.int32)  # prompt + max_tokens
         self._last = np.zeros(slots, np.int32)  # last known token
         self._eos = np.zeros(slots, np.int32)  # ends the choice; -1 if none does
@@ -88,9 +85,15 @@ class Rank:
         return len(self._sequences) - len(self.free_slots)
 
     @property
-    def load(self) -> int:
-        """Pages that running requests hold."""
-        return self.pool.num_pages - self.pool.available
+    def load(self) -> float:
+        """The work here, in tokens of prefill: those left to run, and a share for each running request."""
+        left = sum(s.prefill_end - s.computed for s in self.prefilling)
+        held = (self.pool.num_pages - self.pool.available) * self._cfg.page_size
+        return left + _REQUEST_LOAD * self.num_running + _CONTEXT_LOAD * held
+
+    def saved_tokens(self, matched: list[int]) -> int:
+        """How many tokens need not be run behind the pages that `match` found."""
+        return self._cfg.replay.start(len(matched) * self._cfg.page_size)
 
     def sequences(self) -> list[Sequence]:
         """The running choices."""
@@ -101,7 +104,7 @@ class Rank:
 
         It fits if a slot is free and the pages for all of its prefill, with one for each running request to grow.
         """
-        if not self.free_slots:
+        if not self.free_slots or self.num_running >= self.pool.available:
             return None
         matched = self.pool.match(sequence.page_keys) if sequence.request.prompt_logprobs < 0 else []
         needed = self._pages_for(self._prefill_end(sequence) + 1) - self.pool.count_held(matched)
@@ -119,7 +122,7 @@ class Rank:
         sequence.pages = matched + self.pool.allocate(self._pages_for(end + 1) - len(matched))
         sequence.rank, sequence.slot, sequence.tokens, sequence.prefill_end = self.number, slot, known, end
         sequence.cached = len(matched) * self._cfg.page_size
-        sequence.window_floor = self._cfg.replay.start(sequence.cached) if matched else 0
+        sequence.window_floor = self.saved_tokens(matched)
         sequence.computed = sequence.window_floor
         sequence.published = len(matched)
         sequence.mask_sent = None
@@ -127,10 +130,17 @@ class Rank:
             sequence.prompt_logprobs.clear()
         if sequence.first_cached < 0:
             sequence.first_cached, sequence.scheduled = sequence.window_floor, now
+            self.prefix_queries += len(prompt)
+            self.prefix_hits += sequence.first_cached
         self._sequences[slot] = sequence
         self._decoding[slot] = False
         self._length[slot] = sequence.length
-        self._unread[slot] = 0
+        self._again[slot] = self._unread[slot] = self._ahead[slot] = 0
+        drafts = sequence.request.drafts
+        self._least_drafts[slot] = drafts or 0
+        self._most_drafts[slot] = self._cfg.drafts if drafts is None else drafts
+        context = sequence.request.draft_context
+        self._draft_context[slot] = self._cfg.max_model_len if context is None else context
         self._end[slot] = len(prompt) + sequence.request.max_tokens
         self._last[slot] = sequence.token(sequence.length - 1)
         self._eos[slot] = -1 if sequence.request.ignore_eos else self._cfg.eos_id
@@ -166,39 +176,89 @@ class Rank:
         """Whether a choice is decoding and has tokens left to choose."""
         return bool(np.any(self._runnable()))
 
-    def plan_decodes(self, preempt: Callable[[Sequence], None], failed: Failures) -> Decodes | None:
-        """One token of each choice that can run; preempts the worst choices if pages run out."""
-        slots = np.flatnonzero(self._runnable())
+    def choose_decodes(self, failed: Failures) -> Chosen:
+        """The choices that can run, and how many drafts each may verify."""
+        slots = np.flatnonzero(self._runnable()).astype(np.int32)
+        drafts = np.where(self._again[slots] == 0, self._most_drafts[slots], 0)
+        too_long = self._positions(slots) >= self._draft_context[slots]
+        self.drafts.withheld["context"] += int(np.count_nonzero(too_long & (drafts > 0)))
+        drafts[too_long] = 0
+        ready = np.ones(len(slots), bool)
         if self._masked:
-            slots = slots[[slot not in self._masked or self._mask_ready(slot, failed) for slot in slots.tolist()]]
-        for slot in slots[self._position[slots] >= self._page_count[slots] * self._cfg.page_size].tolist():
+            for row, slot in enumerate(slots.tolist()):
+                if slot in self._masked:
+                    wanted, allowed = int(drafts[row]), self._drafts_for_mask(slot, int(drafts[row]), failed)
+                    ready[row], drafts[row] = allowed is not None, allowed or 0
+                    self.drafts.withheld["mask"] += allowed == 0 and wanted > 0
+        return slots[ready], drafts[ready]
+
+    def must_speculate(self, chosen: Chosen) -> bool:
+        """Whether only a step with drafts can run these choices: they verify some, or the host lacks their position."""
+        slots, drafts = chosen
+        return bool(np.any((drafts > 0) | (self._ahead[slots] != self._unread[slots])))
+
+    def plan_decodes(
+        self, chosen: Chosen, speculate: bool, preempt: Callable[[Sequence], None]
+    ) -> tuple[Decodes | None, Speculation | None]:
+        """One token of each of the choices, and with `speculate` drafts behind it, of some or of all.
+
+        Preempts the worst choices if pages run out.
+        """
+        (slots, drafts), size = chosen, self._cfg.page_size
+        needed = np.minimum(self._positions(slots) + 1, self._end[slots] - 1)
+        for slot in slots[needed > self._page_count[slots] * size].tolist():
             if self._decoding[slot]:
                 self._grow(self._sequences[slot], preempt)
-        slots = slots[self._decoding[slots]].astype(np.int32)
+        kept = self._decoding[slots]
+        slots, drafts = slots[kept], drafts[kept]
         if not slots.size:
-            return None
-        starts = self._position[slots]
-        known = starts < self._length[slots]
-        tokens = np.where(known, self._last[slots], NEXT_TOKEN).astype(np.int32)
-        for row in np.flatnonzero(starts < self._length[slots] - 1).tolist():
-            tokens[row] = self._sequences[slots[row]].token(int(starts[row]))
-        width = int(self._page_count[slots].max())
-        return Decodes(slots, starts, tokens, self._page_table[slots, :width])
+            return None, None
+        if speculate:
+            drafts = self._drafts_on_pages(slots, drafts)
+        positions, again = self._positions(slots), self._again[slots]
+        tokens = np.where(self._unread[slots] == 0, self._last[slots], NEXT_TOKEN).astype(np.int32)
+        # With drafts the slot has the newest token, and maybe a later one than the host.
+        tokens[(again == 0) & speculate] = NEXT_TOKEN
+        for row in np.flatnonzero(again > 1).tolist():
+            tokens[row] = self._sequences[slots[row]].token(int(positions[row]))
+        table = self._page_table[slots, : int(self._page_count[slots].max())]
+        if not speculate:
+            return Decodes(slots, positions, tokens, table), None
+        return None, Speculation(
+            slots=slots,
+            positions=positions,
+            ends=self._end[slots] - 1,
+            tokens=tokens,
+            min_drafts=np.minimum(self._least_drafts[slots], drafts),
+            max_drafts=drafts,
+            page_table=table,
+        )
 
-    def plan_prefills(self, step: int, failed: Failures) -> tuple[Prefill, ...]:
-        """Chunks of the prompts that waited longest, which share the step's tokens evenly."""
-        cfg = self._cfg
-        ready = [s for s in self.prefilling if s.mask is None or self._send_mask(s, 0, failed)]
-        ready.sort(key=lambda s: (s.last_prefill, s.request.priority, s.number))
-        # Prompt log-probabilities need a program of their own.
-        chosen = [s for s in ready if (s.request.prompt_logprobs < 0) == (ready[0].request.prompt_logprobs < 0)]
-        chosen = chosen[: cfg.prefill_requests]
-        needs = [-(-(s.prefill_end - s.computed) // cfg.tile) for s in chosen]
-        chunks = []
-        for sequence, tiles in zip(chosen, _shares(needs, cfg.prefill_tokens // cfg.tile), strict=True):
-            end = min(sequence.prefill_end, sequence.computed + tiles * cfg.tile)
+    def _drafts_on_pages(
+        self, slots: Int32[np.ndarray, " requests"], drafts: Int32[np.ndarray, " requests"]
+    ) -> Int32[np.ndarray, " requests"]:
+        """The drafts for which there are pages, after taking those that nobody needs more."""
+        size, ends = self._cfg.page_size, self._end[slots] - 1
+        first = self._positions(slots) + 1
+        wanted = np.minimum(first + drafts, ends)
+        for row in np.flatnonzero(wanted > self._page_count[slots] * size).tolist():
+            while wanted[row] > self._page_count[slots[row]] * size and self.pool.available > self.num_running:
+                self._add_page(self._sequences[slots[row]])
+        covered = self._page_count[slots] * size
+        fitting = np.where(covered >= ends, drafts, np.clip(covered - first, 0, drafts))
+        self.drafts.withheld["pages"] += int(np.count_nonzero((fitting == 0) & (drafts > 0)))
+        return fitting.astype(np.int32)
+
+    def ready_prefills(self, failed: Failures) -> list[Sequence]:
+        """The choices whose prefill can go on."""
+        return [s for s in self.prefilling if s.mask is None or self._send_mask(s, 0, failed)]
+
+    def plan_prefills(self, chunks: Chunks, step: int) -> tuple[Prefill, ...]:
+        """What the chunks are to the executor."""
+        prefills = []
+        for sequence, end in chunks:
             sequence.last_prefill = step
-            chunks.append(
+            prefills.append(
                 Prefill(
                     slot=sequence.slot,
                     tokens=sequence.tokens,
@@ -210,9 +270,11 @@ class Rank:
                     prompt_logprobs=sequence.request.prompt_logprobs,
                 )
             )
-        return tuple(chunks)
+        return tuple(prefills)
 
-    def take_plan(self, prefills: tuple[Prefill, ...], decodes: Decodes | None) -> tuple[RankPlan, RankInFlight]:
+    def take_plan(
+        self, prefills: tuple[Prefill, ...], decodes: Decodes | None, speculation: Speculation | None
+    ) -> tuple[RankPlan, RankInFlight]:
         """The rank's plan, with its state moved to after the step."""
         starts = tuple(
             SlotStart(s.slot, s.tokens, s.prefill_end - len(s.request.prompt), s.sampling, s.request.logit_bias)
@@ -220,27 +282,45 @@ class Rank:
         )
         masks = tuple(self._masks)
         self._new, self._masks = [], []
-        nothing = np.zeros(0, np.int32)
-        part = RankInFlight([], nothing, nothing, nothing.astype(np.int64), nothing.astype(bool), [])
+        part = RankInFlight([], None, None, [])
+        first_drafts = []
         for chunk in prefills:
-            sequence = self._sequences[chunk.slot]
+            sequence, slot = self._sequences[chunk.slot], chunk.slot
             counts = chunk.end == sequence.length
-            part.prefills.append((sequence, int(self._epoch[chunk.slot]), chunk.end, counts))
+            part.prefills.append((sequence, int(self._epoch[slot]), chunk.end, counts))
             part.sequences.append(sequence)
             sequence.computed = chunk.end
             if chunk.end == sequence.prefill_end:
                 self.prefilling.remove(sequence)
-                self._decoding[chunk.slot] = True
-                self._position[chunk.slot] = chunk.end
-                self._unread[chunk.slot] = counts
+                self._decoding[slot] = True
+                self._again[slot] = sequence.length - chunk.end
+                self._unread[slot] = self._ahead[slot] = counts
+                if self._drafts_first(sequence):
+                    first_drafts.append(slot)
+        for running in (decodes, speculation):
+            if running is not None:
+                part.sequences += [self._sequences[slot] for slot in running.slots.tolist()]
         if decodes is not None:
-            slots = decodes.slots
-            part.slots, part.starts, part.epochs = slots, decodes.starts, self._epoch[slots]
-            part.counts = decodes.starts == self._length[slots] + self._unread[slots] - 1
-            part.sequences += [self._sequences[slot] for slot in slots.tolist()]
-            self._position[slots] += 1
-            self._unread[slots] += part.counts
-        return RankPlan(starts, masks, prefills, decodes), part
+            part.decodes = self._dispatched(decodes.slots, np.zeros_like(decodes.slots))
+        if speculation is not None:
+            part.speculation = self._dispatched(speculation.slots, speculation.max_drafts)
+        return RankPlan(starts, masks, prefills, decodes, speculation, tuple(first_drafts)), part
+
+    def _dispatched(self, slots: Int32[np.ndarray, " requests"], drafts: Int32[np.ndarray, " requests"]) -> Running:
+        """The choices of a step, moved to after it."""
+        counts = self._again[slots] <= 1
+        self._again[slots] = np.maximum(self._again[slots] - 1, 0)
+        self._unread[slots] += counts
+        self._ahead[slots] += counts * (1 + drafts)
+        return Running(slots, drafts, self._epoch[slots], counts)
+
+    def _drafts_first(self, sequence: Sequence) -> bool:
+        """Whether a choice whose prompt has just been dispatched to its end can verify drafts in its next step."""
+        slot = sequence.slot
+        wants = self._most_drafts[slot] > 0 and self._again[slot] == 0
+        room = min(self._end[slot] - 2, self._draft_context[slot]) > self._length[slot]
+        # The mask of the token in flight, of the one after it and of at least one more.
+        return bool(wants and room and (sequence.mask is None or sequence.mask.unchanged_for > 2))
 
     # Results.
 
@@ -254,24 +334,44 @@ class Rank:
                 sequence.prompt_logprobs.append(result.prompt_logprobs[row])
             self._publish(sequence, end, hasher)
             if counts:
-                if sequence.first_token is None:
+                first = sequence.first_token is None
+                if first:
                     sequence.first_token = now
                     update.first_tokens.append(sequence)
-                else:
-                    update.gaps.append(now - self._last_time[[slot]])
-                self._take(np.array([slot], np.int32), _row(result.prefills, row), now, update)
-        if not part.slots.size:
-            return
-        alive = self._epoch[part.slots] == part.epochs
-        written = part.slots[alive]
-        positions = part.starts[alive] + 1
-        for row in np.flatnonzero(positions % self._cfg.page_size == 0).tolist():
-            if not self._cfg.deterministic:
-                self._publish(self._sequences[written[row]], int(positions[row]), hasher)
-        rows = np.flatnonzero(alive & part.counts)
-        slots = part.slots[rows]
-        update.gaps.append(now - self._last_time[slots])
-        self._take(slots, _row(result.decodes, rows), now, update)
+                slots = np.array([slot], np.int32)
+                self._unread[slots] -= 1
+                self._ahead[slots] -= 1
+                self._take(slots, rows_of(result.prefills, [row]), now, update, first)
+        if part.decodes is not None:
+            self._take_running(part.decodes, result.decodes, now, hasher, update)
+        if part.speculation is not None:
+            self._take_running(part.speculation, result.speculation, now, hasher, update)
+
+    def _take_running(
+        self, running: Running, result: Sampled | Speculated, now: float, hasher: PrefixHasher, update: Update
+    ) -> None:
+        """Takes what decoding choices got that are still there."""
+        rows = np.flatnonzero((self._epoch[running.slots] == running.epochs) & running.counts)
+        slots = running.slots[rows]
+        self._unread[slots] -= 1
+        self._ahead[slots] -= 1 + running.drafts[rows]
+        outcome = rows_of(result, rows)
+        if isinstance(result, Speculated):
+            self.drafts.take(outcome.verified, outcome.counts - 1)
+            for slot, verified, count in zip(
+                slots.tolist(), outcome.verified.tolist(), outcome.counts.tolist(), strict=True
+            ):
+                if verified:
+                    self._sequences[slot].count_drafts(verified, count - 1)
+            some = np.flatnonzero(outcome.counts)  # the others were at their end
+            slots, outcome = slots[some], rows_of(outcome, some)
+        full = (self._length[slots] - 1) // self._cfg.page_size
+        self._take(slots, outcome, now, update)
+        if not self._cfg.deterministic:
+            # The newest token has not been run.
+            confirmed = self._length[slots] - 1
+            for row in np.flatnonzero(confirmed // self._cfg.page_size > full).tolist():
+                self._publish(self._sequences[slots[row]], int(confirmed[row]), hasher)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if slots or pages are lost or shared wrongly."""
@@ -284,6 +384,11 @@ class Rank:
         assert not np.any(self._decoding[self.free_slots]), "a free slot decodes"
         assert self._masked <= set(slots), "a free slot has a mask"
 
+    def _positions(self, slots: Int32[np.ndarray, " requests"]) -> Int32[np.ndarray, " requests"]:
+        """The largest position that the next token to run of each choice can have."""
+        newest = np.minimum(self._length[slots] + self._ahead[slots], self._end[slots]) - 1
+        return np.where(self._again[slots] > 0, self._length[slots] - self._again[slots], newest)
+
     def _runnable(self) -> np.ndarray:
         runnable = self._decoding & (self._length + self._unread < self._end)
         return runnable & (self._unread == 0) if self._cfg.tokens_on_host else runnable
@@ -295,23 +400,42 @@ class Rank:
         return -(-tokens // self._cfg.page_size)
 
     def _grow(self, sequence: Sequence, preempt: Callable[[Sequence], None]) -> None:
-        while self.pool.available < 1:
+        while self.pool.available < 1 and not self._give_back():
             victim = max(self.sequences(), key=lambda s: (s.request.priority, s.number))
             preempt(victim)
             if victim is sequence:
                 return
+        self._add_page(sequence)
+
+    def _give_back(self) -> bool:
+        """Frees pages that drafts might have needed; whether there were any."""
+        slots = np.flatnonzero(self._decoding & (self._again == 0))
+        needed = -(-np.minimum(self._positions(slots) + 1, self._end[slots] - 1) // self._cfg.page_size)
+        found = np.flatnonzero(needed < self._page_count[slots])
+        for slot, count in zip(slots[found].tolist(), needed[found].tolist(), strict=True):
+            sequence = self._sequences[slot]
+            self.pool.release(sequence.pages[count:])
+            del sequence.pages[count:]
+            self._page_count[slot] = count
+        return bool(found.size)
+
+    def _add_page(self, sequence: Sequence) -> None:
         sequence.pages += self.pool.allocate(1)
         self._page_table[sequence.slot, len(sequence.pages) - 1] = sequence.pages[-1]
         self._page_count[sequence.slot] = len(sequence.pages)
 
-    def _mask_ready(self, slot: int, failed: Failures) -> bool:
-        """Sends the mask of the next token if needed; False if it cannot be known yet."""
-        sequence, unread = self._sequences[slot], int(self._unread[slot])
-        if self._position[slot] < self._length[slot] - 1:
-            return True
-        if unread and sequence.mask.waits_for_tokens:
-            return False
-        return self._send_mask(sequence, unread, failed)
+    def _drafts_for_mask(self, slot: int, drafts: int, failed: Failures) -> int | None:
+        """Sends the mask of the next tokens if needed; how many drafts it holds for, None if it cannot be known yet."""
+        sequence, unread, ahead = self._sequences[slot], int(self._unread[slot]), int(self._ahead[slot])
+        if self._again[slot] > 1:
+            return 0
+        if drafts or ahead > unread:
+            left = sequence.mask.unchanged_for - ahead
+            if left > 0:
+                return min(drafts, left - 1) if self._send_mask(sequence, 0, failed) else None
+        if ahead > unread or (unread and sequence.mask.waits_for_tokens):
+            return None
+        return 0 if self._send_mask(sequence, unread, failed) else None
 
     def _send_mask(self, sequence: Sequence, ahead: int, failed: Failures) -> bool:
         """Sends the mask of the token `ahead` of the known ones if it changed; False if it has none."""
@@ -341,65 +465,57 @@ class Rank:
             self.pool.publish(sequence.pages[i], sequence.page_keys[i])
         sequence.published = max(sequence.published, confirmed // size)
 
-    def _take(self, slots: np.ndarray, sampled: Sampled, now: float, update: Update) -> None:
-        """Appends one sampled token to each slot's choice and sees which choices end."""
-        self._unread[slots] -= 1
-        self._length[slots] += 1
-        self._last[slots] = sampled.tokens
-        self._last_time[slots] = now
-        undefined = np.isnan(sampled.logprobs)
-        ended = (sampled.tokens == self._eos[slots]) | (self._length[slots] >= self._end[slots])
-        look = ended | undefined | self._check[slots]
-        tokens, logprobs, look = sampled.tokens.tolist(), sampled.logprobs.tolist(), look.tolist()
-        for row, (slot, token) in enumerate(zip(slots.tolist(), tokens, strict=True)):
+    def _take(
+        self, slots: Int32[np.ndarray, " requests"], result: Speculated, now: float, update: Update, first: bool = False
+    ) -> None:
+        """Appends its new tokens to each slot's choice, up to its end; `first`: there is none before them."""
+        place = np.arange(result.tokens.shape[1]) < result.counts[:, None]
+        ends = (result.tokens == self._eos[slots, None]) | np.isnan(result.logprobs)
+        look = np.any(ends & place, axis=1) | self._check[slots]
+        look |= self._length[slots] + result.counts >= self._end[slots]
+        tokens, look, taken = result.tokens.tolist(), look.tolist(), np.zeros(len(slots), np.int32)
+        for row, (slot, count) in enumerate(zip(slots.tolist(), result.counts.tolist(), strict=True)):
             sequence = self._sequences[slot]
-            if look[row] and undefined[row]:
-                update.finished.append((sequence, "error", _UNDEFINED))
-                continue
-            sequence.generated.append(token)
-            update.news.append(sequence)
+            known = len(sequence.generated)
+            if not look[row]:
+                sequence.generated += tokens[row][:count]
+            else:
+                for column in range(count):
+                    if np.isnan(result.logprobs[row, column]):
+                        update.finished.append((sequence, "error", _UNDEFINED))
+                        break
+                    sequence.generated.append(tokens[row][column])
+                    if self._see_end(sequence, tokens[row][column], update):
+                        break
+            taken[row] = len(sequence.generated) - known
             if sequence.sampling.top_logprobs >= 0:
-                sequence.logprobs.append(logprobs[row])
-                best = sequence.sampling.top_logprobs
-                pairs = ()
-                if best:
-                    ids, values = sampled.top_tokens[row, :best], sampled.top_logprobs[row, :best]
-                    pairs = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-                sequence.top_logprobs.append(pairs)
-            if look[row]:
-                self._see_end(sequence, token, update)
+                take_logprobs(sequence, result, row, int(taken[row]))
+            if taken[row]:
+                update.news.append(sequence)
+        self._length[slots] += taken
+        self._last[slots] = result.tokens[np.arange(len(slots)), result.counts - 1]
+        update.tokens += int(taken.sum())
+        gaps = now - self._last_time[slots[taken > 0]]
+        update.gaps.append(np.concatenate([gaps[first:], np.zeros(max(0, int(taken.sum()) - len(gaps)))]))
+        self._last_time[slots] = now
 
-    def _see_end(self, sequence: Sequence, token: int, update: Update) -> None:
+    def _see_end(self, sequence: Sequence, token: int, update: Update) -> bool:
+        """Whether the choice ends with its newest token."""
         request = sequence.request
+        end: tuple[FinishReason, str | None] | None = None
         if sequence.mask is not None:
             try:
                 sequence.mask.push(token)
             except MaskError as error:
-                update.finished.append((sequence, "error", str(error)))
-                return
-        if token == self._cfg.eos_id and not request.ignore_eos:
-            update.finished.append((sequence, "stop", None))
-        elif token in request.stop_token_ids:
-            sequence.stop_reason = token
-            update.finished.append((sequence, "stop", None))
-        elif len(sequence.generated) >= request.max_tokens:
-            update.finished.append((sequence, "length", None))
-
-
-def _row(sampled: Sampled, rows: int | np.ndarray) -> Sampled:
-    """The results of one row or several, as arrays."""
-    rows = np.atleast_1d(rows)
-    top_tokens = None if sampled.top_tokens is None else sampled.top_tokens[rows]
-    top_logprobs = None if sampled.top_logprobs is None else sampled.top_logprobs[rows]
-    return Sampled(sampled.tokens[rows], sampled.logprobs[rows], top_tokens, top_logprobs)
-
-
-def _shares(needs: list[int], total: int) -> list[int]:
-    """Splits `total` evenly among the needs; what one does not need goes to the others."""
-    shares = [0] * len(needs)
-    left = total
-    order = sorted(range(len(needs)), key=needs.__getitem__)
-    for done, i in enumerate(order):
-        shares[i] = min(needs[i], left // (len(order) - done))
-        left -= shares[i]
-    return shares
+                end = "error", str(error)
+        if end is None:
+            if token == self._cfg.eos_id and not request.ignore_eos:
+                end = "stop", None
+            elif token in request.stop_token_ids:
+                sequence.stop_reason = token
+                end = "stop", None
+            elif len(sequence.generated) >= request.max_tokens:
+                end = "length", None
+        if end is not None:
+            update.finished.append((sequence, *end))
+        return end is not None

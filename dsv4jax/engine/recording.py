@@ -14,22 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dsv4jax.engine.plan import (
-    Decodes,
-    Executor,
-    Prefill,
-    RankPlan,
-    RankResult,
-    Sampled,
-    SlotMask,
-    SlotStart,
-    StepPlan,
-    StepResult,
-)
+from dsv4jax.engine.plan import Executor, RankResult, Sampled, Speculated, StepPlan, StepResult
+from dsv4jax.engine.plan_codec import Prompts, plan_from_json, plan_to_json, take_prompts
 from dsv4jax.engine.request import PromptLogprobs
-from dsv4jax.sampling_settings import RequestSampling
 
-_HEADER = {"recording": "dsv4jax.engine", "version": 1}
+_HEADER = {"recording": "dsv4jax.engine", "version": 2}
 
 
 class ReplayDifference(Exception):
@@ -143,7 +132,7 @@ class ReplayExecutor:
 
 def plan_difference(expected: StepPlan, actual: StepPlan) -> str | None:
     """Where two plans differ first, with both values; None if they are equal."""
-    difference = _difference(_plan_to_json(expected), _plan_to_json(actual), f"step {expected.number}")
+    difference = _difference(plan_to_json(expected), plan_to_json(actual), f"step {expected.number}")
     # Prompts stand in the JSON form only where their slot is started.
     return difference or _prompt_difference(expected, actual)
 
@@ -165,19 +154,14 @@ def save_recording(events: Iterable[Event], path: str | Path) -> None:
     Raises:
       ValueError: a prefill belongs to no recorded start of its slot: the recording does not begin with the engine.
     """
-    prompts: dict[tuple[int, int], np.ndarray] = {}
+    prompts: Prompts = {}
     with open(path, "w", encoding="utf-8") as file:
         file.write(json.dumps(_HEADER) + "\n")
         for event in events:
-            for rank, plan in enumerate(event.plan.ranks if event.plan else ()):
-                prompts.update({(rank, start.slot): start.tokens for start in plan.starts})
-                for chunk in plan.prefills:
-                    if not np.array_equal(prompts.get((rank, chunk.slot), ()), chunk.tokens):
-                        step = event.plan.number
-                        raise ValueError(f"step {step}: slot {chunk.slot} was not started with these tokens")
             line = {"kind": event.kind, "time": event.time}
             if event.plan is not None:
-                line["plan"] = _plan_to_json(event.plan)
+                take_prompts(event.plan, prompts)
+                line["plan"] = plan_to_json(event.plan)
             if event.result is not None:
                 line["result"] = _to_json(event.result)
             if event.error is not None:
@@ -191,14 +175,15 @@ def load_recording(path: str | Path) -> list[Event]:
     Raises:
       ValueError: the file is none, or of another version.
     """
-    events, prompts = [], {}
+    events: list[Event] = []
+    prompts: Prompts = {}
     with open(path, encoding="utf-8") as file:
         header = file.readline()
         if header != json.dumps(_HEADER) + "\n":
             raise ValueError(f"{path}: not a recording of version {_HEADER['version']}, begins with {header[:80]!r}")
         for line in file:
             event = json.loads(line)
-            plan = _plan_from_json(event["plan"], prompts) if "plan" in event else None
+            plan = plan_from_json(event["plan"], prompts) if "plan" in event else None
             result = _result_from_json(event["result"]) if "result" in event else None
             events.append(Event(event["kind"], event["time"], plan, result, event.get("error")))
     return events
@@ -216,67 +201,22 @@ def _to_json(value: Any) -> Any:
     return value
 
 
-def _plan_to_json(plan: StepPlan) -> Any:
-    ranks = []
-    for rank in plan.ranks:
-        starts = [
-            _to_json(start) | {"logit_bias": [[token, bias] for token, bias in start.logit_bias.items()]}
-            for start in rank.starts
-        ]
-        masks = [[m.slot, None if m.mask is None else m.mask.astype("<u4").tobytes().hex()] for m in rank.masks]
-        fields = [f.name for f in dataclasses.fields(Prefill) if f.name != "tokens"]
-        prefills = [{name: _to_json(getattr(chunk, name)) for name in fields} for chunk in rank.prefills]
-        ranks.append({"starts": starts, "masks": masks, "prefills": prefills, "decodes": _to_json(rank.decodes)})
-    return {"number": plan.number, "ranks": ranks}
-
-
-def _plan_from_json(plan: Any, prompts: dict[tuple[int, int], np.ndarray]) -> StepPlan:
-    """The plan; `prompts` by rank and slot are brought up to date."""
-    ranks = []
-    for number, rank in enumerate(plan["ranks"]):
-        starts = tuple(
-            SlotStart(
-                slot=s["slot"],
-                tokens=_ints(s["tokens"]),
-                generated=s["generated"],
-                sampling=RequestSampling(**s["sampling"]),
-                logit_bias=dict(s["logit_bias"]),
-            )
-            for s in rank["starts"]
-        )
-        prompts.update({(number, start.slot): start.tokens for start in starts})
-        masks = tuple(
-            SlotMask(slot, None if mask is None else np.frombuffer(bytes.fromhex(mask), "<u4"))
-            for slot, mask in rank["masks"]
-        )
-        prefills = tuple(
-            Prefill(**p | {"tokens": prompts[number, p["slot"]], "pages": _ints(p["pages"])}) for p in rank["prefills"]
-        )
-        decodes = rank["decodes"]
-        if decodes is not None:
-            decodes = Decodes(**{name: _ints(value) for name, value in decodes.items()})
-        ranks.append(RankPlan(starts, masks, prefills, decodes))
-    return StepPlan(plan["number"], tuple(ranks))
-
-
 def _result_from_json(result: Any) -> StepResult:
     ranks = []
     for rank in result["ranks"]:
         logprobs = tuple(p and _prompt_logprobs(p) for p in rank["prompt_logprobs"])
-        ranks.append(RankResult(_sampled(rank["prefills"]), _sampled(rank["decodes"]), logprobs))
+        speculation = rank["speculation"] and Speculated(**_arrays(rank["speculation"]))
+        ranks.append(RankResult(_sampled(rank["prefills"]), _sampled(rank["decodes"]), logprobs, speculation))
     return StepResult(**result | {"ranks": tuple(ranks)})
 
 
 def _sampled(value: Any) -> Sampled | None:
-    if value is None:
-        return None
-    top_tokens, top_logprobs = value["top_tokens"], value["top_logprobs"]
-    return Sampled(
-        _ints(value["tokens"]),
-        _floats(value["logprobs"]),
-        None if top_tokens is None else _ints(top_tokens),
-        None if top_logprobs is None else _floats(top_logprobs),
-    )
+    return value and Sampled(**_arrays(value))
+
+
+def _arrays(value: dict[str, Any]) -> dict[str, np.ndarray | None]:
+    """Arrays of a `Sampled` or `Speculated`."""
+    return {name: array and (_floats if name.endswith("logprobs") else _ints)(array) for name, array in value.items()}
 
 
 def _prompt_logprobs(value: Any) -> PromptLogprobs:

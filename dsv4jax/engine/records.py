@@ -4,11 +4,13 @@ Times are seconds of the executor's clock.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 from jaxtyping import Float64
 
+from dsv4jax.engine.draft_totals import DraftTotals
 from dsv4jax.engine.request import FinishReason
 
 
@@ -48,12 +50,43 @@ class RequestRecord:
     cached_tokens: int
     output_tokens: int
     max_tokens: int
+    draft_rounds: int
+    """Verifications with drafts; the next two are the drafts verified in them, and those accepted."""
+    drafted: int
+    accepted: int
     preemptions: int
     finish_reason: FinishReason
     arrived: float
     scheduled: float | None
     first_token: float | None
     finished: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStats:
+    """One data-parallel rank now, and totals of it since the engine started; fields as in `EngineStats`."""
+
+    running: int
+    load: float
+    """What the scheduler compares ranks by, in tokens of prefill."""
+    used_pages: int
+    cached_pages: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BalanceStats:
+    """How even the load of the ranks' experts has been lately, and what was done about it."""
+
+    measured: Mapping[str, float]
+    """Per kind of step, "prefill" or "decode": mean load of the ranks / load of the busiest."""
+    uniform: Mapping[str, float]
+    """The same for uniform random routing of as many tokens: what chance alone leaves."""
+    rearrangements: int
+    experts_moved: int
+    """In the newest rearrangement."""
+    failures: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +114,12 @@ class EngineStats:
     schedule_seconds: float
     update_seconds: float
     gap_seconds: float
+    drafts: DraftTotals
     compilations: int
     """Programs compiled after warm-up."""
+    ranks: tuple[RankStats, ...]
+    balance: BalanceStats | None = None
+    """None where experts stay where they are."""
 
 
 class Observer(Protocol):

@@ -30,6 +30,9 @@ class GenerationRequest:
       cache_salt: requests share cached prefixes only within one salt.
       prompt_logprobs: -1 for none, k for the log-probability of every prompt token and of the k best instead; such a
         request reads no cached prefix.
+      drafts: how many drafts to verify in a step: None for as many as pay, as the engine sees it, 0 for none, k for
+        always k, as far as there are so many.
+      draft_context: no drafts once the prompt and generated tokens are more than this; None for no limit.
 
     Raises:
       ValueError: a field is out of range.
@@ -47,6 +50,8 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     prompt_logprobs: int = -1
+    drafts: int | None = None
+    draft_context: int | None = None
 
     def __post_init__(self):
         prompt = self.prompt
@@ -57,6 +62,9 @@ class GenerationRequest:
         for name, least in (("max_tokens", 1), ("n", 1), ("prompt_logprobs", -1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least {least}")
+        for name in ("drafts", "draft_context"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 0, or None")
         if self.prompt_logprobs > MAX_TOP_LOGPROBS:
             raise ValueError(f"prompt_logprobs = {self.prompt_logprobs}: must be at most {MAX_TOP_LOGPROBS}")
 
@@ -75,8 +83,9 @@ class TokenChunk:
     """What one step gave one choice of a request.
 
     `logprobs` and `top_logprobs` (pairs of id and log-probability, best first) have one entry per token if the request
-    asked for them, else none. `cached_tokens` are prompt tokens that no step ran. `stop_reason` is the stop token id,
-    None for EOS. `error` says why a choice ended with finish_reason "error".
+    asked for them, else none. `cached_tokens` are prompt tokens that no step ran. `drafted` and `accepted` are the
+    choice's drafts that were verified so far, and accepted. `stop_reason` is the stop token id, None for EOS. `error`
+    says why a choice ended with finish_reason "error".
     """
 
     index: int
@@ -85,6 +94,8 @@ class TokenChunk:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
@@ -92,6 +103,10 @@ class TokenChunk:
 
 class RequestTooLarge(ValueError):
     """The request can never fit this engine."""
+
+
+class TooManyDrafts(RequestTooLarge):
+    """More drafts per step than this engine makes."""
 
 
 class TooManyChoices(RequestTooLarge):

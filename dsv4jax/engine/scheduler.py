@@ -1,89 +1,43 @@
 """Which requests run in the next step: pure policy over queues, slots and pages. No device, no clock, no threads.
 
-One step may carry prefill chunks and one token of every running request. The order of events for each step is
-`schedule`, dispatch, later `update`; other steps may be in flight in between, so that a choice may have tokens that
-only the device knows, and a finished or preempted one may still be computed once more, which nobody reads.
+One scheduler decides for all data-parallel ranks, which run each step together; a rank without work has an empty part
+in it. One step may carry prefill chunks and the next tokens of every running request. The order of events for each step
+is `schedule`, dispatch, later `update`; other steps may be in flight in between, so that a choice may have tokens that
+only the device knows, and a finished or preempted one may still be computed once more, which nobody reads. With drafts
+a step brings a choice one token or several, and while it is in flight the host does not know how many; see `rank`.
+
+A waiting request goes to a rank with a free slot and pages for it, and of these to the one that will have the least
+load with it. Load is counted in tokens of prefill: those left to run, 256 more for each running request, 1/64 more for
+each token in its pages. What the request finds in the prefix cache of a rank is not left to run there, so a prefix of n
+tokens draws requests to its rank until that has n more load than another one; the next request then takes the prefix
+there, and from then on it is found in both. Of equal ranks the first is taken; nothing is random.
 
 Promises, tested with random schedules: a request that passes `check` finishes; of two waiting requests the earlier is
-overtaken at most `max_overtakes` times; the best running request is never preempted; when nothing runs, every slot is
-free and no page is held.
+overtaken at most `max_overtakes` times; on each rank the best running request is never preempted; when nothing runs,
+every slot is free and no page is held.
 """
 
 import bisect
 import collections
 import dataclasses
 
+from dsv4jax.engine.chunking import plan_chunks
+from dsv4jax.engine.in_flight import InFlight, Update
 from dsv4jax.engine.page_pool import PrefixHasher
-from dsv4jax.engine.plan import StepPlan, StepResult
-from dsv4jax.engine.rank import InFlight, Rank, Update
-from dsv4jax.engine.replay import ReplayRule
-from dsv4jax.engine.request import FinishReason, GenerationRequest, QueueFull, RequestTooLarge, TooManyChoices
+from dsv4jax.engine.plan import Decodes, Prefill, Speculation, StepPlan, StepResult
+from dsv4jax.engine.rank import Failures, Rank
+from dsv4jax.engine.request import (
+    FinishReason,
+    GenerationRequest,
+    QueueFull,
+    RequestTooLarge,
+    TooManyChoices,
+    TooManyDrafts,
+)
+from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
 
 _SCAN = 64  # waiting requests looked at per step
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerConfig:
-    """Sizes and policy.
-
-    Args:
-      slots, pages: per rank.
-      prefill_tokens, prefill_requests: most prefill work of one step and rank.
-      tile: prefill chunks occupy multiples of this many tokens of a step.
-      prefill_every, decode_every: while both kinds of work wait, prefill runs in every n-th step and decode in every
-        n-th; 1 and 1 mix both in each step. Either bounds how long the other can be held up, so one of them must be 1.
-      max_admissions: requests started per step.
-      max_waiting, max_waiting_tokens: beyond them new requests are turned away.
-      max_overtakes: how often a waiting request may see a later one admitted first, because it fits or its priority is
-        better, before everybody has to wait for it.
-      prefix_cache: keep pages of earlier requests for reuse.
-      deterministic: results do not depend on what else is running or cached: only pages written by prefill are reused,
-        and generated tokens lost to a preemption are run again one by one. Needs `replay.mode` "exact".
-      tokens_on_host: a token must be known to the host before it can be run, so steps do not overlap.
-      namespace: names the model, the cache layout and the tokenizer that page keys belong to.
-
-    Raises:
-      ValueError: a value is out of range or contradicts another.
-    """
-
-    slots: int
-    pages: int
-    max_model_len: int
-    eos_id: int
-    replay: ReplayRule
-    ranks: int = 1
-    page_size: int = 64
-    prefill_tokens: int = 2048
-    prefill_requests: int = 8
-    tile: int = 16
-    prefill_every: int = 1
-    decode_every: int = 1
-    max_admissions: int = 8
-    max_waiting: int = 2048
-    max_waiting_tokens: int = 8_000_000
-    max_overtakes: int = 256
-    prefix_cache: bool = True
-    deterministic: bool = False
-    tokens_on_host: bool = False
-    namespace: bytes = b""
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and field.name != "eos_id" and value < 1:
-                raise ValueError(f"{field.name} = {value}: must be at least 1")
-        if self.prefill_tokens < self.tile * self.prefill_requests:
-            raise ValueError(
-                f"prefill_tokens = {self.prefill_tokens}: must hold prefill_requests = {self.prefill_requests} tiles of"
-                f" {self.tile}"
-            )
-        if min(self.prefill_every, self.decode_every) > 1:
-            raise ValueError(
-                f"prefill_every = {self.prefill_every} and decode_every = {self.decode_every}: one of them must be 1"
-            )
-        if self.deterministic and self.replay.mode != "exact":
-            raise ValueError(f"deterministic: replay must be 'exact', not {self.replay.mode!r}")
 
 
 class Scheduler:
@@ -96,11 +50,10 @@ class Scheduler:
         self.following = 0  # choices that wait for their request's first choice
         self.ranks = [Rank(cfg, i) for i in range(cfg.ranks)]
         self.preemptions = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
         self._hasher = PrefixHasher(cfg.page_size, cfg.max_model_len, cfg.namespace)
         self._arrivals = 0
         self._steps = 0
+        self._prompt_logprobs = False  # whether the newest step with prefill returned them
         self._in_flight: collections.deque[InFlight] = collections.deque()
 
     @property
@@ -112,6 +65,16 @@ class Scheduler:
         return sum(rank.num_running for rank in self.ranks)
 
     @property
+    def prefix_queries(self) -> int:
+        """Prompt tokens looked up in the prefix cache, each choice once."""
+        return sum(rank.prefix_queries for rank in self.ranks)
+
+    @property
+    def prefix_hits(self) -> int:
+        """Those of them that no step had to run."""
+        return sum(rank.prefix_hits for rank in self.ranks)
+
+    @property
     def steps_in_flight(self) -> int:
         return len(self._in_flight)
 
@@ -119,7 +82,8 @@ class Scheduler:
         """Whether the requests can be taken together, besides others that are announced but not submitted yet.
 
         Raises:
-          RequestTooLarge: one of them could never run here, or together they have more choices than may wait.
+          RequestTooLarge: one of them could never run here, or together they have more choices than may wait;
+            `TooManyDrafts` and `TooManyChoices` are its kinds that the size of the context does not explain.
           QueueFull: too much is waiting already.
         """
         cfg = self.cfg
@@ -138,6 +102,9 @@ class Scheduler:
 
     def _check_size(self, request: GenerationRequest) -> None:
         cfg = self.cfg
+        if (request.drafts or 0) > cfg.drafts:
+            most = f"makes at most {cfg.drafts}" if cfg.drafts else "makes none"
+            raise TooManyDrafts(f"drafts = {request.drafts}: this engine {most}")
         prompt, total = len(request.prompt), len(request.prompt) + request.max_tokens
         if total > cfg.max_model_len:
             raise RequestTooLarge(
@@ -209,15 +176,17 @@ class Scheduler:
         both = prefill and decode
         prefill &= not both or self._steps % self.cfg.prefill_every == 0
         decode &= not both or self._steps % self.cfg.decode_every == 0
-        failed: list[tuple[Sequence, str]] = []
-        decodes = [rank.plan_decodes(self._preempt, failed) if decode else None for rank in self.ranks]
-        prefills = [rank.plan_prefills(self._steps, failed) if prefill else () for rank in self.ranks]
+        failed: Failures = []
+        decodes = self._plan_decodes(failed) if decode else [(None, None)] * len(self.ranks)
+        prefills = self._plan_prefills(failed) if prefill else [()] * len(self.ranks)
         for sequence, error in failed:
             self.finish(sequence, "error", error)
         ended = [sequence for sequence, _ in failed]
-        if not any(prefills) and all(d is None for d in decodes):
+        if not any(prefills) and not any(part is not None for parts in decodes for part in parts):
             return None, ended
-        plans, parts = zip(*map(Rank.take_plan, self.ranks, prefills, decodes), strict=True)
+        plans, parts = zip(
+            *(rank.take_plan(p, *d) for rank, p, d in zip(self.ranks, prefills, decodes, strict=True)), strict=True
+        )
         step = StepPlan(self._steps, plans)
         self._in_flight.append(InFlight(self._steps, list(parts)))
         self._steps += 1
@@ -273,12 +242,39 @@ class Scheduler:
         following = sum(len(sequence.followers) for sequence in (*self.waiting, *running))
         assert following == self.following, f"{following} choices wait for their first one, {self.following} counted"
 
+    def choose(self, fits: list[tuple[Rank, list[int]]], loads: list[float]) -> tuple[Rank, list[int]]:
+        """Of the ranks that a request fits, each with the pages found there, the one that takes it: see the module.
+
+        Args:
+          fits: in ascending order of ranks; at least one.
+          loads: of all ranks.
+        """
+        return min(fits, key=lambda fit: loads[fit[0].number] - fit[0].saved_tokens(fit[1]))
+
+    def _plan_decodes(self, failed: Failures) -> list[tuple[Decodes | None, Speculation | None]]:
+        """One program for all: with drafts if a request anywhere verifies any, so that weights are read once.
+
+        In deterministic mode the others do not decide which one.
+        """
+        chosen = [rank.choose_decodes(failed) for rank in self.ranks]
+        speculate = any(map(Rank.must_speculate, self.ranks, chosen))
+        speculate |= self.cfg.deterministic and self.cfg.drafts > 0
+        return [rank.plan_decodes(c, speculate, self._preempt) for rank, c in zip(self.ranks, chosen, strict=True)]
+
+    def _plan_prefills(self, failed: Failures) -> list[tuple[Prefill, ...]]:
+        chunks = plan_chunks([rank.ready_prefills(failed) for rank in self.ranks], self.cfg, self._prompt_logprobs)
+        first = next((sequence for rank in chunks for sequence, _ in rank), None)
+        if first is not None:
+            self._prompt_logprobs = first.request.prompt_logprobs >= 0
+        return [rank.plan_prefills(part, self._steps) for rank, part in zip(self.ranks, chunks, strict=True)]
+
     def _admit(self, now: float) -> None:
         admitted = 0
         if not any(rank.free_slots for rank in self.ranks):
             return
+        loads = [rank.load for rank in self.ranks]
         for sequence in self.waiting[:_SCAN]:
-            if admitted == self.cfg.max_admissions:
+            if admitted == self.cfg.max_admissions * len(self.ranks):
                 break
             found = [(rank, rank.match(sequence)) for rank in self.ranks]
             fits = [(rank, pages) for rank, pages in found if pages is not None]
@@ -286,13 +282,11 @@ class Scheduler:
                 if sequence.overtaken >= self.cfg.max_overtakes:
                     break
                 continue
-            rank, pages = max(fits, key=lambda fit: (len(fit[1]), -fit[0].load, -fit[0].number))
+            rank, pages = self.choose(fits, loads)
             self._dequeue(sequence)
             rank.admit(sequence, pages, now)
+            loads[rank.number] = rank.load
             admitted += 1
-            if sequence.preemptions == 0:
-                self.prefix_queries += len(sequence.request.prompt)
-                self.prefix_hits += sequence.first_cached
             for other in [o for o in self.waiting if o.number < sequence.number]:
                 other.overtaken += 1
                 if other.overtaken == self.cfg.max_overtakes:

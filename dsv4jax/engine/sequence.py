@@ -33,6 +33,7 @@ class Sequence:
       first_cached: prompt tokens that no step ran, when first admitted; -1 before.
       failures: steps that failed with it.
       last_time: when its newest token came, as of its last preemption.
+      draft_rounds, drafted, accepted: verifications with drafts, the drafts verified in them, and those accepted.
       unsent: index of the first generated token that the caller has not taken.
     """
 
@@ -68,6 +69,9 @@ class Sequence:
     scheduled: float | None = None
     first_token: float | None = None
     last_time: float = 0.0
+    draft_rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
     unsent: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
@@ -77,6 +81,12 @@ class Sequence:
     def length(self) -> int:
         """Prompt and generated tokens known to the host."""
         return len(self.request.prompt) + len(self.generated)
+
+    def count_drafts(self, verified: int, accepted: int) -> None:
+        """Counts a verification."""
+        self.draft_rounds += 1
+        self.drafted += verified
+        self.accepted += accepted
 
     def token(self, position: int) -> int:
         """The known token at a position."""

@@ -1,14 +1,18 @@
-"""An executor without a device: steps take the time a cost model says, on a virtual clock."""
+"""An executor without a device: steps take the time a cost model says, on a virtual clock.
+
+Drafts are accepted as an acceptance model says; the first ones follow the first tokens of a request, as in the model.
+"""
 
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListOf
 
 import numpy as np
 from jaxtyping import Int32
 
 from dsv4jax.engine.engine import Engine
-from dsv4jax.engine.plan import RankPlan, RankResult, Sampled, StepPlan, StepResult
+from dsv4jax.engine.plan import RankPlan, RankResult, Sampled, Speculated, Speculation, StepPlan, StepResult
 from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, QueueFull
 from dsv4jax.engine.sequence import Sequence
 from dsv4jax.sampling_settings import MAX_TOP_LOGPROBS
@@ -17,7 +21,10 @@ CostModel = Callable[[StepPlan], float]
 """Seconds a step keeps the device busy."""
 _PerRequest = Int32[np.ndarray, " requests"]
 TokenModel = Callable[[int, _PerRequest, _PerRequest], _PerRequest]
-"""Token ids sampled after positions: (rank, slots, positions) to ids. Called for prefills, then decodes."""
+"""Token ids sampled after positions: (rank, slots, positions) to ids. Called for prefills, then decodes, then for each
+token of a step with drafts."""
+AcceptanceModel = Callable[[_PerRequest, _PerRequest], _PerRequest]
+"""How many drafts are accepted: (positions, verified drafts) to at most as many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +37,7 @@ class LinearCost:
       prefill_pair: per token of a prompt and token before it.
       decode_token: per running request.
       decode_context: per running request and token before it.
+      draft: of a draft round, whatever it drafts.
     """
 
     step: float = 4e-3
@@ -37,6 +45,7 @@ class LinearCost:
     prefill_pair: float = 1e-10
     decode_token: float = 2e-5
     decode_context: float = 2e-9
+    draft: float = 5e-4
 
     def __call__(self, plan: StepPlan) -> float:
         return self.step + max(self._rank(rank) for rank in plan.ranks)
@@ -48,7 +57,11 @@ class LinearCost:
         if plan.decodes is not None:
             context = float(plan.decodes.starts.sum(dtype=np.int64))
             seconds += len(plan.decodes.slots) * self.decode_token + context * self.decode_context
-        return seconds
+        if plan.speculation is not None:
+            context = float(plan.speculation.positions.sum(dtype=np.int64))
+            tokens = len(plan.speculation.slots) + int(plan.speculation.max_drafts.sum())
+            seconds += tokens * self.decode_token + context * self.decode_context + self.draft
+        return seconds + (self.draft if plan.first_drafts else 0.0)
 
 
 def constant_tokens(token: int) -> TokenModel:
@@ -56,11 +69,31 @@ def constant_tokens(token: int) -> TokenModel:
     return lambda rank, slots, positions: np.full(len(slots), token, np.int32)
 
 
-class SimulatedExecutor:
-    """Runs plans on a virtual clock; time passes only in `wait` and `advance`, and the host takes none."""
+def fixed_acceptance(probabilities: ListOf[float], seed: int = 0) -> AcceptanceModel:
+    """Draft i is accepted with probability i of the list if those before it are; drafts beyond the list never."""
+    generator = np.random.default_rng(seed)
 
-    def __init__(self, cost: CostModel, tokens: TokenModel):
+    def accepted(positions: _PerRequest, verified: _PerRequest) -> _PerRequest:
+        stands = generator.random((len(positions), len(probabilities))) < probabilities
+        stands &= np.arange(len(probabilities)) < verified[:, None]
+        return np.cumprod(stands, axis=1).sum(axis=1, dtype=np.int32)
+
+    return accepted
+
+
+class SimulatedExecutor:
+    """Runs plans on a virtual clock; time passes only in `wait` and `advance`, and the host takes none.
+
+    Args:
+      acceptance: of the drafts of each step; None accepts none.
+      block: how many drafts a draft round makes.
+    """
+
+    def __init__(self, cost: CostModel, tokens: TokenModel, acceptance: AcceptanceModel | None = None, block: int = 5):
         self._cost, self._tokens = cost, tokens
+        self._acceptance, self._block = acceptance or fixed_acceptance([]), block
+        # By rank and slot: position of the newest token, and drafts behind it.
+        self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self._now = 0.0
         self._device_free = 0.0
         self._queue: collections.deque[tuple[float, StepResult]] = collections.deque()
@@ -98,13 +131,35 @@ class SimulatedExecutor:
         if plan.prefills:
             slots = np.array([p.slot for p in plan.prefills], np.int32)
             prefills = self._sample(rank, slots, np.array([p.end - 1 for p in plan.prefills], np.int32))
+            self._slots.update({(rank, p.slot): (p.end, 0) for p in plan.prefills})
         if plan.decodes is not None:
             decodes = self._sample(rank, plan.decodes.slots, plan.decodes.starts)
+            moved = zip(plan.decodes.slots.tolist(), plan.decodes.starts.tolist(), strict=True)
+            self._slots.update({(rank, slot): (start + 1, 0) for slot, start in moved})
+        speculation = None if plan.speculation is None else self._speculate(rank, plan.speculation)
+        for slot in plan.first_drafts:
+            self._slots[rank, slot] = self._slots[rank, slot][0], self._block
         logprobs = tuple(
             _no_logprobs(min(p.end, len(p.tokens) - 1) - p.start, p.prompt_logprobs) if p.prompt_logprobs >= 0 else None
             for p in plan.prefills
         )
-        return RankResult(prefills, decodes, logprobs)
+        return RankResult(prefills, decodes, logprobs, speculation)
+
+    def _speculate(self, rank: int, plan: Speculation) -> Speculated:
+        """All drafts that the plan allows are verified."""
+        positions, drafts = np.array([self._slots[rank, slot] for slot in plan.slots.tolist()], np.int32).T
+        active = positions < plan.ends
+        verified = np.where(active, np.minimum(np.minimum(plan.max_drafts, drafts), plan.ends - positions - 1), 0)
+        counts = np.where(active, self._acceptance(positions, verified) + 1, 0)
+        columns = [self._tokens(rank, plan.slots, positions + i) for i in range(int(counts.max(initial=0)))]
+        for slot, position, count in zip(plan.slots.tolist(), positions.tolist(), counts.tolist(), strict=True):
+            self._slots[rank, slot] = position + count, self._block
+        tokens = np.stack([*columns, np.zeros_like(plan.slots)], axis=1)
+        top = (*tokens.shape, MAX_TOP_LOGPROBS)
+        return Speculated(
+            counts, verified, tokens, np.zeros(tokens.shape, np.float32), np.zeros(top, np.int32),
+            np.zeros(top, np.float32),
+        )  # fmt: skip
 
     def _sample(self, rank: int, slots: np.ndarray, positions: np.ndarray) -> Sampled:
         top = (len(slots), MAX_TOP_LOGPROBS)

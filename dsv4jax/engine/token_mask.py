@@ -18,6 +18,7 @@ from dsv4jax.tokenizer import Tokenizer
 THINK_END = "</think>"
 
 Words = UInt32[np.ndarray, " words"]
+_ALWAYS = 2**30  # more tokens than any reply has
 
 
 class MaskError(RuntimeError):
@@ -109,6 +110,23 @@ class TokenMask:
         if rules.grammar is not None and self._last_token in rules.grammar.tag_openers:
             return True
         return any(self._tail_is(word[:-2]) for word in self._masks.long_bad_words)
+
+    @property
+    def unchanged_for(self) -> int:
+        """How many of the next tokens, at least 1, obey the mask of the next one whatever these tokens are."""
+        rules = self._rules
+        if self._state is not None:
+            return 1
+        count = _ALWAYS
+        if rules.grammar is not None or self._masks.long_bad_words:
+            # One token opens a tag or leaves only the end of a bad word, the next one may then change the rules.
+            forbids = any(self._tail_is(word[:-1]) for word in self._masks.long_bad_words)
+            count = 1 if self.waits_for_tokens or forbids else 2
+        if self._in_reasoning and rules.reasoning_budget is not None:
+            count = min(count, rules.reasoning_budget - self._reasoning_tokens)
+        if self._chosen < rules.min_tokens:
+            count = min(count, rules.min_tokens - self._chosen)
+        return max(count, 1)
 
     def next(self, ahead: int = 0) -> Words | None:
         """The mask of the next token, or of the one after it with `ahead` = 1; None when everything is allowed.

@@ -18,6 +18,7 @@ from dsv4jax.weights import declare_array, declare_fp8, dequantize
 from pallas_kernels.cache_write import compressed_entry, index_key, query_and_window_key
 from pallas_kernels.fp8_linear import dequantize_activations, fp8_grouped_linear
 from pallas_kernels.sparse_attention import sparse_attention
+from sharding import SINGLE, Layout
 
 
 class Attention(nnx.Module):
@@ -80,6 +81,7 @@ class Attention(nnx.Module):
         )
         return Activations(q_latent, quantized), key, new if short else ring, short
 
+    @jax.named_scope("compress")
     def store_entries(
         self, x: Float[Array, "tokens hidden"], layout: TokenLayout, cache: Cache, numerics: Numerics
     ) -> Cache:
@@ -113,6 +115,7 @@ class Attention(nnx.Module):
             index_keys=replace_at(cache.index_keys, self.source, keys),
         )
 
+    @jax.named_scope("attention_input")
     def __call__(
         self,
         x: Activations,
@@ -122,6 +125,7 @@ class Attention(nnx.Module):
         cache: Cache,
         selection: Selection | None,
         numerics: Numerics,
+        devices: Layout = SINGLE,
     ) -> tuple[Float[Array, "tokens hidden"], Cache, Selection | None]:
         """Attends and returns the output, the cache with this layer's window keys, and the selection in force."""
         q_latent, key, ring, written = self.query_and_window_key(x, layout, by, cache.windows[self.layer], numerics)
@@ -139,8 +143,9 @@ class Attention(nnx.Module):
             slots = layout.write_slots(ring.shape[1])
             ring = ring.at[slots, layout.positions % ring.shape[1]].set(key, mode="drop")
         cache = cache.replace(windows=replace_at(cache.windows, self.layer, ring))
-        return self.project(o, numerics), cache, selection
+        return self.project(o, numerics, devices), cache, selection
 
+    @jax.named_scope("sparse_attention")
     def attend(
         self,
         q: Float[Array, "tokens heads dim"],
@@ -168,15 +173,20 @@ class Attention(nnx.Module):
             implementation=numerics.implementation,
         )
 
-    def project(self, o: Float[Array, "tokens heads dim"], numerics: Numerics) -> Float[Array, "tokens hidden"]:
+    @jax.named_scope("attention_output")
+    def project(
+        self, o: Float[Array, "tokens heads dim"], numerics: Numerics, devices: Layout
+    ) -> Float[Array, "tokens hidden"]:
         """Grouped low-rank output; wo_a takes activations unquantised (3.7)."""
-        cfg = self.cfg
-        groups = o.reshape(o.shape[0], cfg.o_groups, -1)
+        wo_a = self.wo_a.get_value()
+        # A device may hold some of the groups only.
+        count = wo_a.weight.shape[0] // self.cfg.o_lora_rank
+        groups = o.reshape(o.shape[0], count, -1)
         if numerics.implementation == "pallas":
-            z = fp8_grouped_linear(groups, self.wo_a.get_value(), quantize=True)
-            return linear(Activations(dequantize_activations(z), z), self.wo_b, numerics)
-        wo_a = dequantize(self.wo_a, o.dtype).reshape(cfg.o_groups, cfg.o_lora_rank, -1)
+            z = fp8_grouped_linear(groups, wo_a, quantize=True)
+            return linear(Activations(dequantize_activations(z), z), self.wo_b, numerics, devices)
+        wo_a = dequantize(wo_a, o.dtype).reshape(count, self.cfg.o_lora_rank, -1)
         z = jnp.einsum(
             "tgi,goi->tgo", groups, wo_a, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
         )
-        return linear(z.astype(o.dtype).reshape(o.shape[0], -1), self.wo_b, numerics)
+        return linear(z.astype(o.dtype).reshape(o.shape[0], -1), self.wo_b, numerics, devices)

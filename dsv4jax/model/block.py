@@ -1,5 +1,6 @@
 """One transformer layer: two sublayers between hyper-connection sites (architecture section 2.1)."""
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -16,6 +17,7 @@ from dsv4jax.model.rope import Rotation
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array
 from pallas_kernels.hyper_connections import SiteWeights, hyper_connection_site
+from sharding import SINGLE, Layout
 
 
 class Block(nnx.Module):
@@ -42,6 +44,7 @@ class Block(nnx.Module):
         fn, base, scale = (getattr(self, f"{site}_{part}")[...] for part in ("fn", "base", "scale"))
         return predict_mix(streams, fn, base, scale, self.cfg)
 
+    @jax.named_scope("hyper_connections")
     def enter(
         self, site: str, residual: Residual, numerics: Numerics
     ) -> tuple[Float[Array, "tokens streams hidden"], Activations, Mix]:
@@ -69,12 +72,17 @@ class Block(nnx.Module):
         cache: Cache,
         selection: Selection | None,
         numerics: Numerics,
+        devices: Layout = SINGLE,
+        placement: tuple[Array, Array] | None = None,
     ) -> tuple[Residual, Cache, Selection | None, Int[Array, " experts"]]:
         """Both sublayers, given what `enter("hc_attn", ...)` returned.
 
+        Args:
+          placement: slots and counts of this layer, see `ExpertPlacement`.
+
         Returns what the next layer enters with, cache, selection in force, expert load.
         """
-        y, cache, selection = self.attn(x, layout, windows, by, cache, selection, numerics)
+        y, cache, selection = self.attn(x, layout, windows, by, cache, selection, numerics, devices)
         streams, x, mix = self.enter("hc_ffn", Residual(streams, y, mix), numerics)
-        y, load = self.ffn(x, layout.valid, layout.image_mask, numerics)
+        y, load = self.ffn(x, layout.valid, layout.image_mask, numerics, devices, placement)
         return Residual(streams, y, mix), cache, selection, load

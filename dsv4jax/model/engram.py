@@ -1,5 +1,6 @@
 """Engram: hashed n-gram embeddings injected into the residual streams (architecture section 6.4)."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax, nn
@@ -10,6 +11,8 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.linear import linear
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_fp8, dequantize
+from sharding import SINGLE, Layout
+from sharding.exchange import table_rows
 
 
 class Engram(nnx.Module):
@@ -25,12 +28,14 @@ class Engram(nnx.Module):
         self.q_weight = declare_array((cfg.hc_mult, cfg.hidden_size), "BF16", (None, "embed"))
         self.k_weight = declare_array((cfg.hc_mult, cfg.hidden_size), "BF16", (None, "embed"))
 
-    def lookup(self, rows: Int[Array, "tokens columns"], dtype: DTypeLike) -> Float[Array, "tokens columns dim"]:
+    @jax.named_scope("engram")
+    def lookup(
+        self, rows: Int[Array, "tokens columns"], dtype: DTypeLike, devices: Layout = SINGLE
+    ) -> Float[Array, "tokens columns dim"]:
         """Decoded table rows."""
-        table = self.embed.get_value()
-        picked = table.replace(weight=table.weight[rows])
-        return dequantize(picked.replace(scale=table.scale[rows]) if self.cfg.quantized else picked, dtype)
+        return dequantize(table_rows(devices, self.embed.get_value(), rows), dtype)
 
+    @jax.named_scope("engram")
     def __call__(
         self,
         streams: Float[Array, "tokens streams hidden"],

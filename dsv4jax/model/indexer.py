@@ -67,6 +67,7 @@ class Indexer(nnx.Module):
         scale = (self.cfg.index_head_dim * self.cfg.index_n_heads) ** -0.5
         return (linear(x, self.weights_proj, numerics).astype(jnp.float32) * scale).astype(x.dtype)
 
+    @jax.named_scope("index_select")
     def select(
         self,
         x: Float[Array, "tokens hidden"],

@@ -85,13 +85,38 @@ def decoder_layout(
     """
     if batch.replay == "exact":
         return full.replace(floors=batch.decoder_floors), None
-    tokens, requests, tile = full.positions.shape[0], batch.slots.shape[0], full.tile
-    starts = jnp.clip(batch.decoder_floors, full.starts, full.ends)
+    tail, take = _tail(full, batch, jnp.clip(batch.decoder_floors, full.starts, full.ends), window)
+    return tail.replace(floors=batch.decoder_floors), take
+
+
+def newest_layout(
+    full: TokenLayout, batch: StepBatch, window: int
+) -> tuple[TokenLayout, Int32[Array, " newest"] | None]:
+    """The last `window` tokens of each request in this step, or some more, and their indices; None if these are all.
+
+    In bounded replay these are the tokens the decoder half runs on.
+    """
+    if batch.replay == "bounded":
+        return decoder_layout(full, batch, window)
+    if _tail_rows(full, window) == full.positions.shape[0]:
+        return full, None
+    return _tail(full, batch, jnp.maximum(full.starts, full.ends - window), window)
+
+
+def _tail_rows(full: TokenLayout, window: int) -> int:
+    """Rows that hold the last `window` tokens of each request, in tiles."""
+    return min(full.positions.shape[0], full.slots.shape[0] * ceil_div(window, full.tile) * full.tile)
+
+
+def _tail(
+    full: TokenLayout, batch: StepBatch, starts: Int32[Array, " requests"], window: int
+) -> tuple[TokenLayout, Int32[Array, " tail"]]:
+    """The tokens from `starts` on, at most `window` of each request, and their indices among all."""
+    tokens, tile = full.positions.shape[0], full.tile
     lengths = full.ends - starts
     tiles = (lengths + tile - 1) // tile
     offsets = (jnp.cumsum(tiles) - tiles) * tile
-    rows = min(tokens, requests * ceil_div(window, tile) * tile)
-    positions, valid, tile_requests = _packed(batch, rows, offsets, starts, lengths)
+    positions, valid, tile_requests = _packed(batch, _tail_rows(full, window), offsets, starts, lengths)
     of = _per_token(tile_requests, tile)
     take = jnp.clip(batch.offsets[of] + positions - batch.starts[of], 0, tokens - 1)
     tail = full.replace(
@@ -100,7 +125,6 @@ def decoder_layout(
         image_mask=full.image_mask[take],
         tile_requests=tile_requests,
         starts=starts,
-        floors=batch.decoder_floors,
     )
     return tail, take
 

@@ -1,5 +1,6 @@
 """Mixture of experts: router, routed experts and the shared expert (architecture sections 5.1, 5.2)."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax, nn
@@ -7,11 +8,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.linear import Activations, joint_linear, linear, linear_fp32
+from dsv4jax.model.forced_routing import forced_scores
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_experts, declare_fp8
 from pallas_kernels.fp8_linear import dequantize_activations, swiglu_activations
 from pallas_kernels.moe_experts import moe_experts
-from pallas_kernels.moe_experts.reference import swiglu
+from pallas_kernels.moe_experts.reference import expert_outputs, sum_of_experts, swiglu
+from sharding import SINGLE, Layout
+from sharding.exchange import rank_of, routed_experts
+from sharding.placement import chosen_slots
 
 
 class Router(nnx.Module):
@@ -22,13 +27,19 @@ class Router(nnx.Module):
         self.bias = declare_array((experts,), "F32", (None,))
         self.bias_vl = declare_array((experts,), "F32", (None,))
 
+    @jax.named_scope("router")
     def __call__(
-        self, x: Float[Array, "tokens hidden"], image_mask: Bool[Array, " tokens"], k: int, scale: float
+        self,
+        x: Float[Array, "tokens hidden"],
+        image_mask: Bool[Array, " tokens"],
+        k: int,
+        scale: float,
+        routing: str = "model",
     ) -> tuple[Int[Array, "tokens k"], Float[Array, "tokens k"]]:
         """Expert ids, best first with ties to the smaller id, and routing weights from the unbiased scores."""
         scores = sqrt_softplus(linear_fp32(x, self.weight[...]))
         bias = jnp.where(image_mask[:, None], self.bias_vl[...], self.bias[...])
-        _, experts = lax.top_k(scores + bias, k)
+        _, experts = lax.top_k(scores + bias if routing == "model" else forced_scores(scores, routing), k)
         picked = jnp.take_along_axis(scores, experts, -1)
         return experts, picked / (jnp.sum(picked, -1, keepdims=True) + 1e-20) * scale
 
@@ -52,17 +63,18 @@ class SharedExpert(nnx.Module):
 
     def __init__(self, cfg: ModelConfig):
         self.limit = cfg.swiglu_limit
-        self.w1 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("expert_width", "embed"))
-        self.w2 = declare_fp8(cfg, cfg.hidden_size, cfg.moe_intermediate_size, ("embed", "expert_width"))
-        self.w3 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("expert_width", "embed"))
+        self.w1 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("shared_width", "embed"))
+        self.w2 = declare_fp8(cfg, cfg.hidden_size, cfg.moe_intermediate_size, ("embed", "shared_width"))
+        self.w3 = declare_fp8(cfg, cfg.moe_intermediate_size, cfg.hidden_size, ("shared_width", "embed"))
 
-    def __call__(self, x: Activations, numerics: Numerics) -> Float[Array, "tokens hidden"]:
+    @jax.named_scope("shared_expert")
+    def __call__(self, x: Activations, numerics: Numerics, devices: Layout = SINGLE) -> Float[Array, "tokens hidden"]:
         if numerics.implementation == "pallas":
             gate_up = joint_linear(x, (self.w1, self.w3), numerics)
             z = swiglu_activations(gate_up, self.limit, implementation="pallas")
-            return linear(Activations(dequantize_activations(z), z), self.w2, numerics)
+            return linear(Activations(dequantize_activations(z), z), self.w2, numerics, devices)
         z = swiglu(linear(x, self.w1, numerics), linear(x, self.w3, numerics), self.limit)
-        return linear(z.astype(x.values.dtype), self.w2, numerics)
+        return linear(z.astype(x.values.dtype), self.w2, numerics, devices)
 
 
 class MoE(nnx.Module):
@@ -76,23 +88,59 @@ class MoE(nnx.Module):
         self.experts = Experts(experts, cfg, packed)
         self.shared_experts = SharedExpert(cfg)
 
+    @jax.named_scope("experts")
     def __call__(
         self,
         x: Activations,
         valid: Bool[Array, " tokens"],
         image_mask: Bool[Array, " tokens"],
         numerics: Numerics,
+        devices: Layout = SINGLE,
+        placement: tuple[Array, Array] | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], Int[Array, " experts"]]:
-        """Output, and how many valid tokens each expert got."""
+        """Output, and how many of this rank's valid tokens each expert got."""
         values = x.values
-        experts, weights = self.gate(values, image_mask, self.k, self.scale)
-        names = ("packed",) if self.experts.is_packed else ("w1", "w3", "w2")
-        stacks = (getattr(self.experts, name).get_value() for name in names)
-        routed = moe_experts(values, experts, weights, valid, *stacks, limit=self.limit, numerics=numerics)
-        shared = self.shared_experts(x, numerics).astype(jnp.float32)
+        experts, weights = self.gate(values, image_mask, self.k, self.scale, numerics.routing)
         count = self.gate.bias[...].shape[0]
         load = jnp.bincount(jnp.where(valid[:, None], experts, count).reshape(-1), length=count + 1)[:count]
+        routed = self._routed(values, experts, weights, valid, numerics, devices, placement)
+        shared = self.shared_experts(x, numerics, devices).astype(jnp.float32)
         return (routed + shared).astype(values.dtype), load
+
+    def _routed(
+        self,
+        x: Float[Array, "tokens hidden"],
+        experts: Int[Array, "tokens k"],
+        weights: Float[Array, "tokens k"],
+        valid: Bool[Array, " tokens"],
+        numerics: Numerics,
+        devices: Layout,
+        placement: tuple[Array, Array] | None,
+    ) -> Float[Array, "tokens hidden"]:
+        """Sum over the routed experts, wherever they are.
+
+        Between devices the plain form without `fast` exchanges each expert's contribution, so that they are summed in
+        the order of one device and no placement changes a bit; the others exchange one sum per device.
+        """
+        names = ("packed",) if self.experts.is_packed else ("w1", "w3", "w2")
+        stacks = [getattr(self.experts, name).get_value() for name in names]
+        one_by_one = devices.devices > 1 and numerics.implementation == "reference" and not numerics.fast
+        if one_by_one:
+            ascending = jnp.argsort(experts, -1)
+            experts, weights = (jnp.take_along_axis(a, ascending, -1) for a in (experts, weights))
+        if placement is not None:
+            experts = chosen_slots(*placement, experts, jnp.arange(x.shape[0]) + rank_of(devices))
+
+        def apply(x: Array, experts: Array, weights: Array, valid: Array) -> Array:
+            if one_by_one:
+                return expert_outputs(x, experts, weights, valid, *stacks, limit=self.limit, numerics=numerics)
+            return moe_experts(
+                x, experts, weights, valid, *stacks, limit=self.limit, numerics=numerics, ranks=devices.devices
+            )
+
+        local = jax.tree.leaves(stacks)[0].shape[0]
+        y = routed_experts(devices, local, apply, x, experts, weights, valid)
+        return sum_of_experts(y) if one_by_one else y
 
 
 def sqrt_softplus(x: Float[Array, "..."]) -> Float[Array, "..."]:

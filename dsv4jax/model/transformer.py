@@ -15,16 +15,18 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.engram_hash import DEAD, rows_on_device
 from dsv4jax.linear import linear_fp32
 from dsv4jax.model.block import Block
-from dsv4jax.model.draft import DraftStage
+from dsv4jax.model.draft import DraftStage, store_context
 from dsv4jax.model.engram import Engram
 from dsv4jax.model.hyper_connections import collapse, first_mix, settled_residual
 from dsv4jax.model.indexer import Selection
-from dsv4jax.model.layout import TileWindow, TokenLayout, decoder_layout, full_layout, tile_windows
+from dsv4jax.model.layout import TileWindow, TokenLayout, decoder_layout, full_layout, newest_layout, tile_windows
 from dsv4jax.model.norm import RMSNorm
 from dsv4jax.model.rope import Rotation, rotation
 from dsv4jax.model.vision import Aligner, Vision
 from dsv4jax.numerics import Numerics
 from dsv4jax.weights import declare_array, declare_dense, dequantize
+from sharding import SINGLE, ExpertPlacement, Layout
+from sharding.exchange import total_over_ranks
 
 
 class Layer(Block):
@@ -45,7 +47,7 @@ class TextOutput:
     layout: TokenLayout
     cache: Cache
     expert_load: Int[Array, "layers experts"]
-    """Valid tokens routed to each expert."""
+    """Valid tokens of all ranks routed to each expert."""
     selections: tuple[Int32[Array, "tokens topk"], ...]
     """Entries selected by each index source, ascending, -1 = none."""
     streams: tuple[Float[Array, "tokens streams hidden"], ...]
@@ -72,8 +74,20 @@ class Model(nnx.Module):
         self.aligner = Aligner(cfg)
         self.engram_token_map = declare_array((cfg.vocab_size,), "I32", ("vocab",), derived=True)
 
-    def text(self, batch: StepBatch, cache: Cache, *, decode: bool, numerics: Numerics) -> TextOutput:
-        """Runs the layers over one step; logits follow from `logits(output.hidden)` for the rows that need them."""
+    def text(
+        self,
+        batch: StepBatch,
+        cache: Cache,
+        *,
+        decode: bool,
+        numerics: Numerics,
+        devices: Layout = SINGLE,
+        placement: ExpertPlacement | None = None,
+    ) -> TextOutput:
+        """Runs the layers over one step; logits follow from `logits(output.hidden)` for the rows that need them.
+
+        A cache with draft rings also gets the context keys of the newest tokens of each request.
+        """
         cfg = self.cfg
         _check_fit(batch, cache, cfg, numerics)
         layout = full_layout(batch, decode)
@@ -82,34 +96,52 @@ class Model(nnx.Module):
         residual = settled_residual(streams, first_mix(streams.shape[0], cfg.hc_mult))
         selection: Selection | None = None
         tables, windows = self._positions(layout)
-        loads, selections, seen = [], [], []
+        loads, selections, seen, features = [], [], [], []
+        newest, newest_rows = newest_layout(layout, batch, cfg.sliding_window)
         for i, layer in enumerate(self.layers):
             if i in cfg.engram_layer_ids:
                 row = rows[cfg.engram_layer_ids.index(i)]
-                lookup = dequantize if batch.engram_rows else layer.engram.lookup
-                values = lookup(row, numerics.dtype)
+                if batch.engram_rows:
+                    values = dequantize(row, numerics.dtype)
+                else:
+                    values = layer.engram.lookup(row, numerics.dtype, devices)
                 seen.append(residual.settled())
                 streams = layer.engram(seen[-1], values, layout.valid & ~layout.image_mask, numerics)
                 residual = settled_residual(streams, residual.mix.pre)
             streams, x, mix = layer.enter("hc_attn", residual, numerics)
             if i not in cfg.engram_layer_ids:
                 seen.append(streams)
+            if cache.draft_windows and i in cfg.dspark_target_layer_ids:
+                rows_of_newest = seen[-1] if newest_rows is None else seen[-1][newest_rows]
+                features.append(jnp.mean(rows_of_newest.astype(jnp.float32), 1).astype(numerics.dtype))
             if i in cfg.kv_source_layer_ids:
                 cache = layer.attn.store_entries(x.values, layout, cache, numerics)
             if i == cfg.decoder_start:
                 layout, take = decoder_layout(layout, batch, cfg.sliding_window)
                 tables, windows = self._positions(layout)
                 if take is not None:
-                    streams, x = streams[take], x.take(take)
+                    streams, x, newest_rows = streams[take], x.take(take), None
                     mix = jax.tree.map(lambda a, take=take: a[take], mix)
             by = tables[bool(cfg.ratio(i))]
-            residual, cache, selection, load = layer(streams, x, mix, layout, windows, by, cache, selection, numerics)
+            residual, cache, selection, load = layer(
+                streams, x, mix, layout, windows, by, cache, selection, numerics, devices,
+                placement and (placement.slots[i], placement.counts[i]),
+            )  # fmt: skip
             loads.append(load)
             if i in cfg.index_source_layer_ids:
                 selections.append(selection.positions)
         hidden = self.norm(collapse(residual.settled(), residual.mix.pre))
-        return TextOutput(hidden, layout, cache, jnp.stack(loads), tuple(selections), tuple(seen))
+        if features:
+            rings = store_context(self.mtp, jnp.concatenate(features, -1), newest, cache.draft_windows, numerics)
+            cache = cache.replace(draft_windows=rings)
+        load = total_over_ranks(devices, jnp.stack(loads))
+        return TextOutput(hidden, layout, cache, load, tuple(selections), tuple(seen))
 
+    def embedding(self, tokens: Int32[Array, " tokens"], numerics: Numerics) -> Float[Array, "tokens hidden"]:
+        """The rows of token ids."""
+        return self.embed.get_value().weight[tokens].astype(numerics.dtype)
+
+    @jax.named_scope("head")
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
         """The head: a true fp32 matmul."""
         return linear_fp32(hidden, self.head)
@@ -118,13 +150,15 @@ class Model(nnx.Module):
         plain, yarn = (rotation(self.cfg, layout.positions, compressed) for compressed in (False, True))
         return (plain, yarn), tile_windows(layout, self.cfg.sliding_window)
 
+    @jax.named_scope("embed")
     def _embed(self, batch: StepBatch, numerics: Numerics) -> Float[Array, "tokens hidden"]:
-        e = self.embed.get_value().weight[batch.tokens].astype(numerics.dtype)
+        e = self.embedding(batch.tokens, numerics)
         if batch.image_embeddings.shape[0]:
             rank = jnp.maximum(jnp.cumsum(batch.image_mask) - 1, 0)
             e = jnp.where(batch.image_mask[:, None], batch.image_embeddings[rank].astype(numerics.dtype), e)
         return e
 
+    @jax.named_scope("engram")
     def _engram_rows(
         self, batch: StepBatch, layout: TokenLayout, cache: Cache, decode: bool
     ) -> tuple[tuple[Any, ...], Cache]:

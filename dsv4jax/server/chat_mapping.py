@@ -18,7 +18,7 @@ SHARED_FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids"),
     *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
     *("structured_outputs", "chat_template_kwargs", "thinking_token_budget"),
-    *("priority", "cache_salt", "request_id", "truncate_prompt_tokens"),
+    *("priority", "cache_salt", "request_id", "truncate_prompt_tokens", "drafts", "draft_context"),
 )
 
 _PATH = re.compile(r"(?<![\w.\]])[a-z]\w*(?:\[\d+\]|\.[A-Za-z_]\w*)*")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from dsv4jax.engine.request import EngineStopped, QueueFull, RequestTooLarge, TooManyChoices
+from dsv4jax.engine.request import EngineStopped, QueueFull, RequestTooLarge, TooManyChoices, TooManyDrafts
 
 
 class ApiError(Exception):
@@ -117,4 +117,6 @@ def from_engine(error: RequestTooLarge | QueueFull | EngineStopped) -> ApiError:
         return unavailable(str(error), "engine_stopped")
     if isinstance(error, TooManyChoices):
         return invalid_value("n", str(error))
+    if isinstance(error, TooManyDrafts):
+        return invalid_value("drafts", str(error))
     return context_length_exceeded(None, str(error))

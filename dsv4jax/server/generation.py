@@ -97,6 +97,8 @@ def build_request(
         priority=fields.priority,
         cache_salt=fields.cache_salt,
         prompt_logprobs=prompt_logprobs,
+        drafts=fields.drafts,
+        draft_context=fields.draft_context,
     )
 
 
@@ -205,6 +207,7 @@ class Usage:
     def __post_init__(self):
         self.record.prompt_tokens = self.prompt_tokens
         self._cached: dict[int, int] = {}
+        self._drafts: dict[tuple[int, int], tuple[int, int]] = {}  # by prompt and choice: verified, accepted
 
     def took(self, number: int, chunk: TokenChunk) -> None:
         """Notes a chunk of a prompt before its tokens are counted."""
@@ -215,6 +218,8 @@ class Usage:
         if self._cached.get(number) != cached:
             self._cached[number] = cached
             self.record.cached_tokens = sum(self._cached.values())
+        if chunk.drafted:
+            self._drafts[number, chunk.index] = chunk.drafted, chunk.accepted
 
     def add(self, completion_tokens: int, reasoning_tokens: int = 0) -> None:
         self.completion_tokens += completion_tokens
@@ -223,12 +228,16 @@ class Usage:
 
     def json(self) -> dict[str, Any]:
         cached = self.record.cached_tokens
+        details = {"reasoning_tokens": self.reasoning_tokens}
+        if self._drafts:
+            drafted, accepted = map(sum, zip(*self._drafts.values(), strict=True))
+            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "completion_tokens_details": details,
             "prompt_cache_hit_tokens": cached,
             "prompt_cache_miss_tokens": self.prompt_tokens - cached,
         }

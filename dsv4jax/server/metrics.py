@@ -195,9 +195,12 @@ class PrometheusObserver:
         yield counter("vllm:generation_tokens", "Generated tokens.", stats.output_tokens)
         yield counter("vllm:request_success", "Ended choices.", success, "finished_reason")
         yield counter("vllm:admission_rejections", "Requests not admitted.", rejections, "reason")
-        for name in ("drafts", "draft_tokens", "accepted_tokens"):
-            yield counter(f"vllm:spec_decode_num_{name}", "Speculative decoding: not used, always 0.", 0)
-        yield counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Speculative decoding: not used.", {}, "position")
+        drafts = stats.drafts
+        by_place = {str(i): count for i, count in enumerate(drafts.accepted)}
+        yield counter("vllm:spec_decode_num_drafts", "Verifications of a request with drafts.", drafts.rounds)
+        yield counter("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", sum(drafts.verified))
+        yield counter("vllm:spec_decode_num_accepted_tokens", "Accepted drafts.", sum(drafts.accepted))
+        yield counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by place.", by_place, "position")
         for name in ("queries", "hits"):
             yield counter(f"vllm:mm_cache_{name}", "Image cache: not used, always 0.", 0)
         info = GaugeMetricFamily(
@@ -207,6 +210,16 @@ class PrometheusObserver:
         yield info
 
         yield counter("dsv4jax:compilations", "Programs compiled after warm-up.", stats.compilations)
+        length = 1 + sum(drafts.accepted) / drafts.rounds if drafts.rounds else 0.0
+        yield gauge("dsv4jax:acceptance_length", "Mean tokens of a verification with drafts; 0 before any.", length)
+        verified = {str(i): count for i, count in enumerate(drafts.verified)}
+        yield counter("dsv4jax:verified_drafts", "Drafts that were verified, by place.", verified, "position")
+        yield counter(
+            "dsv4jax:withheld_drafts",
+            "Steps in which a request that wants drafts verified none, by reason.",
+            drafts.withheld,
+            "reason",
+        )
         yield counter("dsv4jax:steps", "Steps processed.", stats.steps)
         tokens = {"cached": stats.cached_tokens, "computed": stats.computed_tokens, "output": stats.output_tokens}
         yield counter("dsv4jax:tokens", "Tokens: prompt cached, prompt computed, generated.", tokens, "kind")
@@ -223,6 +236,28 @@ class PrometheusObserver:
             "free": stats.pages - stats.used_pages - stats.cached_pages,
         }
         yield gauge("dsv4jax:pages", "Cache pages: used, free with a reusable prefix, free.", pages, "state")
+        per_rank = {
+            "running": "Requests in the batch of a data-parallel rank.",
+            "load": "What the scheduler compares ranks by, in tokens of prefill.",
+            "used_pages": "Cache pages of a rank in use.",
+            "cached_pages": "Cache pages of a rank that are free with a reusable prefix.",
+        }
+        for name, text in per_rank.items():
+            values = {str(i): getattr(rank, name) for i, rank in enumerate(stats.ranks)}
+            yield gauge(f"dsv4jax:rank_{name}", text, values, "rank")
+        for name, text in (("queries", "looked up in"), ("hits", "found in")):
+            values = {str(i): getattr(rank, f"prefix_{name}") for i, rank in enumerate(stats.ranks)}
+            yield counter(
+                f"dsv4jax:rank_prefix_{name}", f"Prompt tokens {text} the prefix cache of a rank.", values, "rank"
+            )
+        if (balance := stats.balance) is not None:
+            text = "Mean expert load of the ranks / load of the busiest, averaged over recent steps and layers."
+            yield gauge("dsv4jax:expert_balancedness", text, balance.measured, "step")
+            text = "The same for uniform random routing of as many tokens."
+            yield gauge("dsv4jax:expert_balancedness_uniform", text, balance.uniform, "step")
+            yield counter("dsv4jax:expert_rearrangements", "Rearrangements begun.", balance.rearrangements)
+            yield counter("dsv4jax:expert_rearrangement_failures", "Those abandoned.", balance.failures)
+            yield gauge("dsv4jax:experts_moved", "Experts moved in the newest rearrangement.", balance.experts_moved)
         yield gauge("dsv4jax:waiting_tokens", "Prompt tokens of waiting requests.", stats.waiting_tokens)
         for name, buckets, total in histograms:
             family = HistogramMetricFamily(name, f"Histogram of {name.partition(':')[2]}.", labels=list(self._labels))

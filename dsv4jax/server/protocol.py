@@ -38,6 +38,7 @@ class GenerationFields:
       sampling: `top_logprobs` is -1 without logprobs; the seed is always set.
       structured_outputs: the kind of constraint and its value.
       prompt_logprobs: -1 for none.
+      drafts, draft_context: as in `GenerationRequest`.
     """
 
     model: str
@@ -64,6 +65,8 @@ class GenerationFields:
     truncate_prompt_tokens: int | None
     priority: int
     cache_salt: str
+    drafts: int | None
+    draft_context: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,6 +272,8 @@ def _read_common(context: ServerContext, fields: Fields, top_logprobs: int, max_
         "truncate_prompt_tokens": fields.integer("truncate_prompt_tokens", -1, _INT32_MAX, None),
         "priority": fields.integer("priority", *_INT64, 0),
         "cache_salt": _read_cache_salt(fields),
+        "drafts": fields.integer("drafts", 0, _INT32_MAX, None),
+        "draft_context": fields.integer("draft_context", 0, _INT32_MAX, None),
     }
 
 

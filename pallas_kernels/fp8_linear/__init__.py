@@ -15,6 +15,7 @@ from pallas_kernels.fp8_linear.plans import MAX_KERNEL_ROWS, choose_plan
 from pallas_kernels.fp8_linear.reference import QuantizedActivations, dequantize_activations, quantize_activations
 
 __all__ = [
+    "MAX_GROUPED_SCALE",
     "QuantizedActivations",
     "dequantize_activations",
     "fp8_grouped_linear",
@@ -22,6 +23,9 @@ __all__ = [
     "quantize_activations",
     "swiglu_activations",
 ]
+
+MAX_GROUPED_SCALE = 134
+"""Largest scale byte, 2^7, of a weight that the kernel of `fp8_grouped_linear` multiplies rightly."""
 
 
 def fp8_linear(
@@ -77,7 +81,8 @@ def fp8_grouped_linear(
       x: bfloat16, not quantised. The reference also takes other types, which the result then has.
       weight: [out, inner]; group g has rows g·out/groups .. (g+1)·out/groups, and so the result its columns.
       quantize: the result is rounded as it would be otherwise and then quantised, as the next linear takes it.
-      implementation: as in `fp8_linear`; the kernel takes scales up to 2^7 (byte 134), larger ones give wrong values.
+      implementation: as in `fp8_linear`; the kernel takes scale bytes up to `MAX_GROUPED_SCALE`; larger ones, which
+        `pack_params` refuses, give wrong values.
 
     Sums, NaN and empty input as in `fp8_linear`, but on bfloat16 tensor cores.
 

@@ -44,6 +44,7 @@ def obstacle(rows: int, groups: int, outs: tuple[int, ...], inner: int, plan: Pl
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("plan", "heads", "quantize"))
 def fp8_matmul(
     x: Float[Array, "rows all_inner"],
     x_scale: Float32[Array, "groups rows"] | None,

@@ -4,6 +4,8 @@
 `finish_rows` works on one row per block: everything that needs a whole row.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,6 +26,7 @@ WIDTH = 32
 MAX_HIDDEN = 7 * CHANNELS
 
 
+@functools.partial(jax.jit, static_argnames="cfg")
 def hyper_connection_site(residual: Residual, weights: SiteWeights, cfg: ModelConfig) -> Site:
     """See `pallas_kernels.hyper_connections`."""
     rows, n, hidden = residual.streams.shape

@@ -9,6 +9,8 @@ tokens where these are more, whatever the number of tokens.
 Published blocks are the reference's computation on the kernel's scores, with `lax.top_k`: `topk` keeps at most 512.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -44,6 +46,7 @@ def obstacle(q, weights, pool, page_table, tile_requests, visible, k, candidates
     return hopper_obstacle()
 
 
+@functools.partial(jax.jit, static_argnames=("k", "block_size", "publish"))
 def index_select(
     q, weights, pool, page_table, tile_requests, visible, k, candidates, block_size, publish
 ) -> tuple[Int32[Array, "tokens k"], Int32[Array, "tokens published"] | None]:

@@ -86,7 +86,8 @@ def scores(
       width: entries of a row of the result, a multiple of 64; result row = row * queries + query.
 
     Keys are exact unless scales of an entry differ by more than about 2^11, then rounded to 2^-12 of the largest. Each
-    head's dot product is rounded to float16. A scale byte of 255 (NaN) is not recognised: the cache never holds one.
+    head's dot product is rounded to float16. A scale byte of 255 (NaN) is not recognised: the cache never holds one,
+    see `quant.pack_mxfp4`.
     """
     queries = elements.shape[1] // HEADS
     pages, size = pool.shape[:2]

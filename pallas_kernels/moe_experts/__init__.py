@@ -26,6 +26,7 @@ def moe_experts(
     *,
     limit: float,
     numerics: Numerics,
+    ranks: int = 1,
 ) -> Float[Array, "tokens hidden"]:
     """Σ_k weights_k · expert_k(x) in fp32, summed in ascending order of expert id (sections 5.2 and 5.3).
 
@@ -33,10 +34,11 @@ def moe_experts(
     whatever the routing. No tokens yield an empty array.
 
     Args:
-      experts: ids in 0..E-1, distinct in a row.
+      experts: ids, distinct in a row; those not in 0..E-1 contribute nothing: their experts are elsewhere.
       w1, w3, w2: for `numerics.implementation` "reference" the stacks [E, ...] of gate, up and down weights; for
         "pallas" one argument, what `pack_experts` makes of them.
       limit: SwiGLU clamp.
+      ranks: on average one in so many ids is in 0..E-1; decides which form of the kernel runs.
 
     "pallas" rounds where the reference does; sums over channels are in another order, and the order differs between its
     two forms: `decode` up to `FEW_ROWS` routed rows (tokens * k) per expert on average, `prefill` beyond. Of weights
@@ -54,23 +56,23 @@ def moe_experts(
         case "pallas":
             if not packed:
                 raise ValueError('numerics.implementation = "pallas": takes PackedExperts, made by `pack_experts`')
-            if why := _obstacle(x, experts, w1, numerics):
+            if why := _obstacle(x, experts, w1, numerics, ranks):
                 raise ValueError(f'numerics.implementation = "pallas": {why}')
-            form = decode if _is_few(experts, w1) else prefill
+            form = decode if _is_few(experts, w1, ranks) else prefill
             return form.moe_experts(x, experts, weights, valid, w1, limit=limit, fast=numerics.fast)
     raise ValueError(f'numerics.implementation = {numerics.implementation!r}: must be "reference" or "pallas"')
 
 
-def _is_few(experts: Array, packed: PackedExperts) -> bool:
-    return experts.size <= FEW_ROWS * packed.w13.records.shape[0]
+def _is_few(experts: Array, packed: PackedExperts, ranks: int) -> bool:
+    return experts.size <= FEW_ROWS * packed.w13.records.shape[0] * ranks
 
 
-def _obstacle(x: Array, experts: Array, packed: PackedExperts, numerics: Numerics) -> str | None:
+def _obstacle(x: Array, experts: Array, packed: PackedExperts, numerics: Numerics, ranks: int) -> str | None:
     """Why the kernels cannot run, or None."""
     if x.dtype != jnp.bfloat16:
         return f"x is {x.dtype}, the kernels take bfloat16"
     if not numerics.quantize_activations:
         return "quantize_activations = False, the kernels take FP8 activations"
-    if _is_few(experts, packed) and (why := decode.obstacle(experts.size, packed)):
+    if _is_few(experts, packed, ranks) and (why := decode.obstacle(experts.size, packed)):
         return why
     return hopper_obstacle()

@@ -1,6 +1,9 @@
 """The expert operation for few rows per expert, as four kernels: routing and quantisation, gate and up, down, sum by
 token. A token's result does not depend on the others."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
@@ -39,6 +42,7 @@ def obstacle(rows: int, packed: PackedExperts) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("limit", "fast"))
 def moe_experts(
     x: BFloat16[Array, "tokens hidden"],
     experts: Int32[Array, "tokens k"],

@@ -1,5 +1,8 @@
 """The expert operation for many tokens: routing, gather with quantisation, gate and up, SwiGLU, down, sum by token."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
@@ -23,6 +26,7 @@ def plan_of(rows: int, number: int) -> PrefillPlan:
     return SMALL_TILES if rows <= SMALL_TILE_ROWS * number else LARGE_TILES
 
 
+@functools.partial(jax.jit, static_argnames=("limit", "fast"))
 def moe_experts(
     x: BFloat16[Array, "tokens hidden"],
     experts: Int32[Array, "tokens k"],

@@ -31,19 +31,41 @@ def moe_experts(
     """Σ_k weights_k · expert_k(x) in fp32, summed in ascending order of expert id; exactly zero for invalid tokens.
 
     Args:
-      experts: ids in 0..E-1, distinct in a row. Rows of invalid tokens may hold anything.
+      experts: ids, distinct in a row; those not in 0..E-1 contribute nothing. Rows of invalid tokens may hold anything.
       w1, w3, w2: stacks [E, ...] of gate, up and down weights.
       limit: SwiGLU clamp.
+    """
+    ascending = jnp.argsort(experts, -1)
+    experts, weights = (jnp.take_along_axis(a, ascending, -1) for a in (experts, weights))
+    return sum_of_experts(expert_outputs(x, experts, weights, valid, w1, w3, w2, limit=limit, numerics=numerics))
+
+
+def sum_of_experts(outputs: Float[Array, "tokens k hidden"]) -> Float[Array, "tokens hidden"]:
+    """Σ_k in the order of k."""
+    return sum(outputs[:, i] for i in range(outputs.shape[1]))
+
+
+def expert_outputs(
+    x: Float[Array, "tokens hidden"],
+    experts: Int[Array, "tokens k"],
+    weights: Float[Array, "tokens k"],
+    valid: Bool[Array, " tokens"],
+    w1: Weight,
+    w3: Weight,
+    w2: Weight,
+    *,
+    limit: float,
+    numerics: Numerics,
+) -> Float[Array, "tokens k hidden"]:
+    """weights_k · expert_k(x) in fp32 for each k, exactly zero where `moe_experts` says; arguments as there.
 
     Rows are sorted by expert and cut into tiles that each belong to one expert, so that work and weight traffic follow
     the routing; empty tiles are skipped. No token is dropped whatever the routing.
     """
     tokens, k = experts.shape
     count = w1.weight.shape[0]
-    ascending = jnp.argsort(experts, -1)
-    experts = jnp.where(valid[:, None], jnp.take_along_axis(experts, ascending, -1), count)
-    weights = jnp.take_along_axis(weights, ascending, -1)
-
+    here = valid[:, None] & (experts >= 0) & (experts < count)
+    experts = jnp.where(here, experts, count)
     rows = tokens * k
     flat = experts.reshape(rows)
     order = jnp.argsort(flat, stable=True)
@@ -70,8 +92,7 @@ def moe_experts(
 
     row, y = lax.map(run, (group, start, filled))
     out = jnp.zeros((rows, x.shape[1]), jnp.float32).at[row.reshape(-1)].set(y.reshape(-1, x.shape[1]), mode="drop")
-    out = out.reshape(tokens, k, -1)
-    return sum(out[:, i] for i in range(k))
+    return out.reshape(tokens, k, -1)
 
 
 def _tiles(sizes: Int[Array, " groups"], tile: int, most: int) -> tuple[Array, Array, Array]:

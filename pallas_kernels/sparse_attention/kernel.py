@@ -40,6 +40,7 @@ ROW, COLUMN, TILED = finish.ROW, finish.TILED.reduce(0), finish.TILED
 LEADER, FOLLOWER, PRODUCER = range(3)
 
 
+@functools.partial(jax.jit, static_argnames="splits")
 def sparse_attention(q, keys, ring, layout, by, sink, pool, selected, *, splits: int | None = None):
     """The package's `sparse_attention` for the released shapes, on a Hopper GPU."""
     if not q.shape[0]:

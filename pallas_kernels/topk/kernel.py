@@ -1,6 +1,7 @@
 """Mosaic GPU kernel of `topk`: a cluster of blocks streams one row through shared memory and selects on the fly."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -67,6 +68,7 @@ def default_tiling(rows: int, entries: int) -> Tiling:
     return Tiling(blocks)
 
 
+@functools.partial(jax.jit, static_argnames=("k", "tiling"))
 def topk_pallas(
     scores: Float[Array, "rows entries"], lengths: Int32[Array, " rows"], k: int, tiling: Tiling | None = None
 ) -> Int32[Array, "rows k"]:

@@ -1,0 +1,1 @@
+"""Expert balancing: recorded loads, placements of experts on ranks, and the moves between them while serving."""

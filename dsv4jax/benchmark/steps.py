@@ -1,0 +1,173 @@
+"""Steps to time: their batches, programs and measurements."""
+
+import dataclasses
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from dsv4jax.batch import (
+    DecodeBucket,
+    DecodeTokens,
+    PrefillBucket,
+    PrefillChunk,
+    Replay,
+    StepBatch,
+    decode_batch,
+    prefill_batch,
+)
+from dsv4jax.benchmark.costs import StepShape
+from dsv4jax.benchmark.trace import Profile, operation_scopes, profile, read_trace
+from dsv4jax.cache import Cache, CacheConfig, init_cache
+from dsv4jax.config import ModelConfig
+from dsv4jax.numerics import Numerics
+from dsv4jax.params import Params
+from dsv4jax.quant import ceil_div
+from dsv4jax.sampling_settings import RequestSampling
+from dsv4jax.steps import StepOutput, decode_step, prefill_step
+
+PAGE = 64
+TILE = 64
+"""Of prefill."""
+GREEDY = RequestSampling(temperature=0.0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepCase:
+    """One step at one size."""
+
+    name: str
+    step: Callable[..., Any]
+    cache_cfg: CacheConfig
+    batch: StepBatch
+    shape: StepShape
+
+    def lower(self, params: Params, cfg: ModelConfig, numerics: Numerics) -> jax.stages.Lowered:
+        """The step, traced for these parameters."""
+        cache = jax.eval_shape(lambda: init_cache(cfg, self.cache_cfg, numerics))
+        return self.step.lower(params, cache, self.batch, cfg=cfg, numerics=numerics)
+
+
+def decode_case(cfg: ModelConfig, requests: int, tokens: int, context: int, ranks: int = 1) -> StepCase:
+    """`tokens` of each request behind `context` ones."""
+    pages = ceil_div(context + tokens, PAGE)
+    cache_cfg = CacheConfig(slots=requests, pages=pages * requests, page_size=PAGE)
+    newest = [list(range(17 + i, 17 + i + tokens)) for i in range(requests)]
+    rows = [DecodeTokens(newest[i], context, i, range(i * pages, (i + 1) * pages), GREEDY) for i in range(requests)]
+    batch = decode_batch(cfg, cache_cfg, rows, DecodeBucket(requests, pages, tokens))
+    n = requests * tokens
+    name = f"decode {requests} x {tokens} at {context}"
+    return StepCase(name, decode_step, cache_cfg, batch, StepShape(requests, n, context, n, n, ranks))
+
+
+def prefill_case(cfg: ModelConfig, tokens: int, cached: int, replay: Replay, ranks: int = 1) -> StepCase:
+    """The last `tokens` of a prompt, `cached` of which are in the cache."""
+    (chunk,) = prefill_chunks(cfg, tokens, cached, tokens)
+    pages = ceil_div(cached + tokens, PAGE)
+    cache_cfg = CacheConfig(slots=1, pages=pages, page_size=PAGE)
+    batch = prefill_batch(cfg, cache_cfg, [chunk], prefill_bucket(tokens, pages, replay))
+    tail = tokens if replay == "exact" else min(tokens, cfg.sliding_window)
+    shape = StepShape(1, tokens, cached + tokens // 2, tail, 1, ranks)
+    return StepCase(f"prefill {tokens} at {cached}, {replay}", prefill_step, cache_cfg, batch, shape)
+
+
+def prefill_bucket(tokens: int, pages: int, replay: Replay) -> PrefillBucket:
+    """The bucket of `prefill_chunks`."""
+    return PrefillBucket(ceil_div(tokens, TILE) * TILE, 1, pages, tile=TILE, replay=replay)
+
+
+def prefill_chunks(cfg: ModelConfig, new: int, cached: int, chunk: int) -> list[PrefillChunk]:
+    """The chunks of a prompt of `cached` + `new` tokens whose first ones are in the cache."""
+    prompt = np.random.default_rng(0).integers(3, cfg.vocab_size, cached + new).astype(np.int32)
+    starts = range(cached, cached + new, chunk)
+    pages = range(ceil_div(cached + new, PAGE))
+    return [
+        PrefillChunk(prompt, start, min(start + chunk, len(prompt)), 0, pages, cached, cached, GREEDY)
+        for start in starts
+    ]
+
+
+def compile_all(lowered: Sequence[jax.stages.Lowered], options: Mapping[str, Any] | None = None) -> list[Any]:
+    """The programs, compiled at the same time.
+
+    Args:
+      options: in the place of some of `step_flags.STEP_OPTIONS`.
+    """
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda one: one.compile(compiler_options=dict(options) if options else None), lowered))
+
+
+def time_step(
+    program: Any, params: Params, cache: Cache, batch: StepBatch, repeats: int
+) -> tuple[float, float, StepOutput]:
+    """Seconds of a step: median of calls that are waited for, and average of calls sent one after the other; and the
+    last output."""
+    batch = jax.device_put(batch)
+    cache, output = program(params, cache, batch)
+    jax.block_until_ready(output.tokens)
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        cache, output = program(params, cache, batch)
+        jax.block_until_ready(output.tokens)
+        times.append(time.perf_counter() - begin)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        cache, output = program(params, cache, batch)
+    jax.block_until_ready(output.tokens)
+    return statistics.median(times), (time.perf_counter() - begin) / repeats, output
+
+
+def profile_step(program: Any, params: Params, cache: Cache, batch: StepBatch, steps: int = 3) -> Profile:
+    """Time per stage, averaged over some steps; the program is one without command buffers.
+
+    Raises:
+      RuntimeError: the runs of the step cannot be told apart in the trace.
+    """
+    batch, text = jax.device_put(batch), program.as_text()
+    cache, output = program(params, cache, batch)
+    jax.block_until_ready((cache, output))
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            for _ in range(steps):
+                cache, output = program(params, cache, batch)
+                jax.block_until_ready((cache, output))
+        runs = read_trace(directory, text.split(",", 1)[0].removeprefix("HloModule "))
+    if len(runs) != steps:
+        raise RuntimeError(
+            f"the trace shows {len(runs)} runs of the step, not {steps}: its first kernel is launched often"
+        )
+    return profile(runs, operation_scopes(text))
+
+
+def compare_programs(
+    programs: Mapping[str, Any],
+    params: Params,
+    batch: StepBatch,
+    make_cache: Callable[[], Cache],
+    steps: int = 4,
+) -> dict[str, bool]:
+    """Whether each program gives the outputs and caches of the first, bit for bit.
+
+    Each runs steps on two caches in turn, so that a program which remembers where its arguments were is found out.
+    """
+
+    def run(program: Any) -> list[np.ndarray]:
+        caches, seen = [make_cache(), make_cache()], []
+        for i in range(steps):
+            caches[i % 2], output = program(params, caches[i % 2], batch)
+            seen += [np.asarray(leaf) for leaf in jax.tree.leaves((output.tokens, output.logprobs, output.logits))]
+        return seen + [np.asarray(leaf) for leaf in jax.tree.leaves(caches)]
+
+    results = {name: run(program) for name, program in programs.items()}
+    first = next(iter(results.values()))
+    return {
+        name: all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(result, first, strict=True))
+        for name, result in results.items()
+    }

@@ -1,0 +1,158 @@
+"""How steps and parameters are spread over devices: presets, and the one place where a step is mapped over a mesh."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharding.rules import RANK_AXIS, ShardingRules, expert_parallel, make_mesh, tensor_parallel
+
+Exchange = Literal["gather", "all_to_all", "ragged"]
+EXCHANGES = ("gather", "all_to_all", "ragged")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Devices, what of the parameters each of them holds, and which requests it works on.
+
+    Static and hashable: an argument of every step. `mesh=None` is one device.
+
+    Args:
+      data_parallel: each device is a rank with requests, pages and slots of its own; otherwise all work on the same
+        requests, each with its part of the weights.
+      exchange: how tokens reach experts on other ranks, see `sharding.exchange`.
+
+    Raises:
+      ValueError: an unknown exchange, or a mesh with other axes.
+    """
+
+    mesh: Mesh | None = None
+    rules: ShardingRules = dataclasses.field(default_factory=ShardingRules)
+    data_parallel: bool = True
+    exchange: Exchange = "gather"
+
+    def __post_init__(self):
+        if self.exchange not in EXCHANGES:
+            raise ValueError(f"exchange = {self.exchange!r}: must be one of {EXCHANGES}")
+        if self.mesh is not None and self.mesh.axis_names != (RANK_AXIS,):
+            raise ValueError(f"mesh with axes {self.mesh.axis_names}: must be {(RANK_AXIS,)}, see `make_mesh`")
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self.devices if self.data_parallel else 1
+
+    @property
+    def by_rank(self) -> NamedSharding | None:
+        """Sharding of arrays that hold the parts of all ranks along axis 0; None on one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, self._by_rank)
+
+    @property
+    def on_all(self) -> NamedSharding | None:
+        """Sharding of arrays that every device holds as a whole; None on one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def _by_rank(self) -> PartitionSpec:
+        return PartitionSpec(RANK_AXIS) if self.data_parallel else PartitionSpec()
+
+    @functools.cached_property
+    def local_ranks(self) -> range:
+        """Data-parallel ranks on devices of this process: all, if there is no other process.
+
+        Raises:
+          ValueError: none is, or other ranks lie between them.
+        """
+        if self.mesh is None or not self.data_parallel:
+            return range(1)
+        owners = [device.process_index for device in self.mesh.devices.flat]
+        here = [rank for rank, owner in enumerate(owners) if owner == jax.process_index()]
+        if not here or here != list(range(here[0], here[-1] + 1)):
+            raise ValueError(f"process {jax.process_index()} has ranks {here} of {self.ranks}: must be consecutive")
+        return range(here[0], here[-1] + 1)
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether some of the devices belong to another process of the JAX cluster."""
+        return self.mesh is not None and not self.by_rank.is_fully_addressable
+
+    def put(self, tree: Any) -> Any:
+        """Arrays of this process's ranks along axis 0 on their devices; unchanged on one device."""
+        if not self.spans_processes:
+            return tree if self.mesh is None else jax.device_put(tree, self.by_rank)
+        return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, self.by_rank), tree)
+
+    def to_all_processes(self, tree: Any) -> Any:
+        """Arrays of all ranks along axis 0 made readable in every process; to be called inside a jit."""
+        return jax.reshard(tree, NamedSharding(self.mesh, PartitionSpec())) if self.spans_processes else tree
+
+    def map(self, step: Callable[..., tuple[Any, Any]], params: Any, *by_rank: Any) -> tuple[Any, Any]:
+        """`step(params, *by_rank)` on every device with its own part of the arguments; to be called inside a jit.
+
+        Args:
+          step: returns (arrays of the rank, values that are equal on all devices). It may use the collectives of
+            `sharding.exchange`.
+          params: leaves with the shardings of `rules`, as `load_params` and the likes return them.
+          by_rank: leaves hold the parts of all ranks along axis 0.
+        """
+        if self.mesh is None:
+            return step(params, *by_rank)
+        specs = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, params)
+        by_rank = jax.reshard(by_rank, self.by_rank)
+        one, all_equal = self._by_rank, PartitionSpec()
+        mapped = jax.shard_map(
+            step,
+            mesh=self.mesh,
+            in_specs=(specs, *(one for _ in by_rank)),
+            out_specs=(one, all_equal),
+            # The results that are equal everywhere come from collectives, which the check does not follow.
+            check_vma=False,
+        )
+        return mapped(params, *by_rank)
+
+    def map_spread(self, function: Callable[..., Any], *arrays: Any) -> Any:
+        """`function` of each device's part of arrays that are spread along axis 0, as are the results."""
+        if self.mesh is None:
+            return function(*arrays)
+        spread = PartitionSpec(RANK_AXIS)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=spread, out_specs=spread, check_vma=False)(*arrays)
+
+
+SINGLE = Layout()
+"""One device: JAX's default one."""
+
+
+def single() -> Layout:
+    """One device."""
+    return SINGLE
+
+
+def prefill_dep(n: int) -> Layout:
+    """Data-parallel attention and expert parallelism over n devices, for prefill.
+
+    Raises:
+      ValueError: there are fewer devices.
+    """
+    return Layout(make_mesh(n), expert_parallel())
+
+
+def decode_dep(n: int) -> Layout:
+    """Data-parallel attention and expert parallelism over n devices, for decode; errors as `prefill_dep`."""
+    return Layout(make_mesh(n), expert_parallel())
+
+
+def latency(n: int) -> Layout:
+    """Every request on all of n devices: attention heads, experts and the shared expert's width are spread over them.
+
+    For small batches: a step reads 1/n of these weights per device, at the price of two sums over all devices per
+    layer. Errors as `prefill_dep`.
+    """
+    return Layout(make_mesh(n), tensor_parallel(), data_parallel=False)
