@@ -1,5 +1,6 @@
 """CSA2 attention: a sliding window plus selected compressed entries, one latent for all heads (section 3)."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
