@@ -72,5 +72,12 @@ def joint_linear(x: Activations, weights: Sequence[Weight | nnx.Param], numerics
 
 def linear_fp32(x: Float[Array, "*rows inner"], weight: Weight | nnx.Param | Array) -> Float[Array, "*rows out"]:
     """y = x Wᵀ as a true fp32 matmul (router, ratio-2 compressor, heads)."""
-    values = weight if isinstance(weight, jax.Array) else dequantize(weight, jnp.float32)
+    values = weight if isinstance(weight, jax.Array) else unboxed(weight)
+    if isinstance(values, DenseWeight):
+        values = values.weight
+    elif not isinstance(values, jax.Array):
+        values = dequantize(values, jnp.bfloat16)  # Which holds every quantised format exactly.
+    if x.dtype == values.dtype == jnp.bfloat16:
+        # Their products are exact in fp32: tensor cores need one pass, not several as for fp32 operands.
+        return matmul(x, values)
     return matmul(x.astype(jnp.float32), values.astype(jnp.float32))

@@ -7,6 +7,8 @@ begin with `xla_gpu_` mean nothing to a CPU. `scripts/bench_steps.py --check_fla
 
 from collections.abc import Mapping
 
+import jax
+
 COMMAND_BUFFERS: Mapping[str, str | int] = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
@@ -18,8 +20,8 @@ COMMAND_BUFFERS: Mapping[str, str | int] = {
 longer."""
 
 SKIP_TEMP: Mapping[str, str] = {"xla_gpu_command_buffer_update_mode": "SKIP_TEMP"}
-"""Graphs are not updated where only temporary buffers may have moved: 1.6 ms for the same step. Not in force until
-`--check_flags` has shown on a GPU that outputs are equal. JAX 0.10.2 does not know it. SKIP_PROFILED takes 14 ms."""
+"""Graphs are not updated where only temporary buffers may have moved: 1.6 ms for the same step. SKIP_PROFILED takes
+14 ms. JAX 0.10.2 does not know it."""
 
 NO_COMMAND_BUFFERS: Mapping[str, str] = {"xla_gpu_enable_command_buffer": ""}
 """Every kernel is launched by itself, which a profile can attribute to its operation."""
@@ -28,13 +30,14 @@ STEP_OPTIONS: Mapping[str, str | int | bool] = {
     # By default XLA drops a rounding to a narrow type that is followed by a widening: these are part of the model.
     "xla_allow_excess_precision": False,
     **COMMAND_BUFFERS,
+    **(SKIP_TEMP if jax.__version_info__ >= (0, 11) else {}),
 }
 """What `dsv4jax.steps` compiles with. `Lowered.compile(compiler_options=...)` overrides single ones."""
 
 VARIANTS: Mapping[str, Mapping[str, str | int]] = {
     "no command buffers": NO_COMMAND_BUFFERS,
     "in force": {},
-    "in force, SKIP_TEMP": SKIP_TEMP,
+    "always updated": {"xla_gpu_command_buffer_update_mode": "ALWAYS_UPDATE"},
 }
 """Overrides of `STEP_OPTIONS` whose outputs must be the same, bit for bit; the first is what the others are held
 against."""

@@ -148,9 +148,9 @@ def matmul(
     w: Float[Array, "out inner"],
 ) -> Float[Array, "*rows out"]:
     """x wᵀ accumulated and returned in fp32; fp32 operands are not rounded."""
-    return lax.dot_general(
-        x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
+    precision = lax.Precision.HIGHEST if jnp.float32 in (x.dtype, w.dtype) else None
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=jnp.float32)
 
 
 def unboxed(weight: Weight | nnx.Param) -> Weight:

@@ -147,7 +147,16 @@ def run_cases(
             lines = stage_lines(spent, costs, limits)
             print(table(lines, spent, cfg.num_hidden_layers), flush=True)
             print(f"without a kernel in the step as it runs: {1 - spent.busy / sent / 1e6:.1%}", flush=True)
-            record |= {"stages": [dataclasses.asdict(line) for line in lines], "busy": spent.busy, "span": spent.span}
+            launches = sorted(spent.launches.items(), key=lambda item: -item[1][1])
+            record |= {
+                "stages": [dataclasses.asdict(line) for line in lines],
+                "kernels": [
+                    {"stage": stage, "name": name, "launches": count, "microseconds": duration}
+                    for (stage, name), (count, duration) in launches
+                ],
+                "busy": spent.busy,
+                "span": spent.span,
+            }
             file = Path(_PROFILE.value) / f"{re.sub('[^a-z0-9]+', '_', case.name)}.svg"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(picture(lines, case.name), encoding="utf-8")

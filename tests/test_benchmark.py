@@ -27,7 +27,7 @@ from dsv4jax.benchmark.trace import (
     STAGES,
     Kernel,
     kernels_by_run,
-    operation_scopes,
+    operation_paths,
     profile,
     read_trace,
     stage_of,
@@ -38,7 +38,7 @@ from dsv4jax.linear import Activations
 from dsv4jax.model.transformer import merge
 from dsv4jax.numerics import REFERENCE, Numerics
 from dsv4jax.params import abstract_params, named_leaves
-from dsv4jax.step_flags import SKIP_TEMP, STEP_OPTIONS, VARIANTS
+from dsv4jax.step_flags import STEP_OPTIONS, VARIANTS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import bench_steps
@@ -159,9 +159,11 @@ def test_kernels_of_a_gpu_trace_are_told_apart_by_run_stream_and_module():
     runs = kernels_by_run(gpu_events(), "jit_decode_step")
     names = [[kernel.name for kernel in run] for run in runs]
     assert names == [["gather", "mosaic_gpu_experts", "gemm", "copy"]] * 2
-    spent = profile(runs, operation_scopes(HLO))
+    spent = profile(runs, operation_paths(HLO))
     assert spent.microseconds == {"embed": 10.0, "experts": 30.0, "shared_expert": 20.0, OTHER: 5.0}
     assert spent.kernels == {"embed": 1, "experts": 1, "shared_expert": 1, OTHER: 1}
+    launches = {"embed": "add", "experts": "jit(y)", "shared_expert": "dot_general", OTHER: "copy"}
+    assert spent.launches == {(stage, launches[stage]): (1, us) for stage, us in spent.microseconds.items()}
     # 100-110, 120-150 with 140-160 beside it, 170-175.
     assert (spent.busy, spent.span, spent.gaps) == (55.0, 75.0, 20.0)
 
@@ -201,7 +203,7 @@ def test_a_trace_of_this_machine_is_read_and_attributed(tmp_path):
     with jax.profiler.trace(str(tmp_path)):
         for _ in range(3):
             program(x).block_until_ready()
-    spent = profile(read_trace(str(tmp_path), "jit_traced"), operation_scopes(program.as_text()))
+    spent = profile(read_trace(str(tmp_path), "jit_traced"), operation_paths(program.as_text()))
     assert spent.kernels.keys() >= {"experts", "head"}
     assert all(count == int(count) for count in spent.kernels.values())
     assert 0 < spent.busy <= spent.span
@@ -240,7 +242,9 @@ def test_a_floor_is_the_larger_of_bytes_and_operations():
 
 
 def test_table_and_picture_show_every_stage_with_its_share_of_the_floor():
-    spent = profile([[Kernel("k", "a", 0.0, 60.0), Kernel("k", "b", 80.0, 20.0)]], {"a": "experts", "b": "head"})
+    spent = profile(
+        [[Kernel("k", "a", 0.0, 60.0), Kernel("k", "b", 80.0, 20.0)]], {"a": "jit(f)/experts/x", "b": "jit(f)/head/y"}
+    )
     lines = stage_lines(spent, {"experts": Cost(bytes=4e12 * 30e-6), "router": Cost(bytes=4e6)}, RATES)
     assert [line.stage for line in lines] == ["router", "experts", "head"]
     text = table(lines, spent, layers=2)
@@ -258,7 +262,7 @@ def test_table_and_picture_show_every_stage_with_its_share_of_the_floor():
 
 def test_the_flags_of_the_steps_are_known_to_xla():
     for name, options in VARIANTS.items():
-        if options == SKIP_TEMP and jax.__version_info__ < (0, 11):
+        if "xla_gpu_command_buffer_update_mode" in options and jax.__version_info__ < (0, 11):
             continue
         compiled = jax.jit(lambda x: x + 1, compiler_options=dict(STEP_OPTIONS) | dict(options))
         assert compiled(1) == 2, name

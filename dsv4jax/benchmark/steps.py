@@ -23,7 +23,7 @@ from dsv4jax.batch import (
     prefill_batch,
 )
 from dsv4jax.benchmark.costs import StepShape
-from dsv4jax.benchmark.trace import Profile, operation_scopes, profile, read_trace
+from dsv4jax.benchmark.trace import Profile, operation_paths, profile, read_trace
 from dsv4jax.cache import Cache, CacheConfig, init_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
@@ -143,7 +143,7 @@ def profile_step(program: Any, params: Params, cache: Cache, batch: StepBatch, s
         raise RuntimeError(
             f"the trace shows {len(runs)} runs of the step, not {steps}: its first kernel is launched often"
         )
-    return profile(runs, operation_scopes(text))
+    return profile(runs, operation_paths(text))
 
 
 def compare_programs(

@@ -40,6 +40,8 @@ class Profile:
     """Of the kernels of each stage; of kernels that run at the same time each counts."""
     kernels: Mapping[str, float]
     """Launches of each stage."""
+    launches: Mapping[tuple[str, str], tuple[float, float]]
+    """Launches and their microseconds by stage and what follows it in the operation's path."""
     busy: float
     """Microseconds in which some kernel ran."""
     span: float
@@ -103,10 +105,9 @@ def kernels_by_run(events: Sequence[Mapping], module: str) -> list[list[Kernel]]
     return runs
 
 
-def operation_scopes(hlo: str) -> dict[str, str]:
-    """Stage of each operation, from the text of a compiled program."""
-    named = re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"", hlo, re.M)
-    return {operation: stage_of(path) for operation, path in named}
+def operation_paths(hlo: str) -> dict[str, str]:
+    """Scopes and name of each operation, separated by slashes, from the text of a compiled program."""
+    return dict(re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"", hlo, re.M))
 
 
 def stage_of(path: str) -> str:
@@ -114,25 +115,29 @@ def stage_of(path: str) -> str:
     return next((part for part in reversed(path.split("/")) if part in STAGES), OTHER)
 
 
-def profile(runs: Sequence[Sequence[Kernel]], scopes: Mapping[str, str]) -> Profile:
+def profile(runs: Sequence[Sequence[Kernel]], paths: Mapping[str, str]) -> Profile:
     """Averages over the runs.
 
     Args:
-      scopes: `operation_scopes` of the program.
+      paths: `operation_paths` of the program.
     """
     microseconds, kernels = collections.Counter(), collections.Counter()
+    named: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
     busy = span = 0.0
     for run in runs:
         for kernel in run:
-            stage = scopes.get(kernel.operation, OTHER)
+            path = paths.get(kernel.operation, "")
+            stage = stage_of(path)
             microseconds[stage] += kernel.duration
             kernels[stage] += 1
+            named[stage, path.rpartition(f"{stage}/")[2] or kernel.name].append(kernel.duration)
         run_busy, run_span = _busy_and_span(run)
         busy, span = busy + run_busy, span + run_span
     n = len(runs)
     return Profile(
         {stage: total / n for stage, total in microseconds.items()},
         {stage: count / n for stage, count in kernels.items()},
+        {key: (len(durations) / n, sum(durations) / n) for key, durations in named.items()},
         busy / n,
         span / n,
     )
