@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4jax.model.rope import Rotation, rotate
 from dsv4jax.quant import BLOCK, e8m0_decode, pack_fp8
-from dsv4jax.weights import Fp8Weight, dequantize, matmul
+from dsv4jax.weights import Fp8Weight, dequantize
 
 
 @flax.struct.dataclass
@@ -55,7 +55,12 @@ def fp8_linear(
 ) -> Float[Array, "rows out"]:
     """See `pallas_kernels.fp8_linear`."""
     values = dequantize_activations(x)
-    parts = [matmul(values, dequantize(weight, jnp.bfloat16)).astype(jnp.bfloat16) for weight in weights]
+    # The sums are fp32, but asked for as such they would pass through memory before they are rounded.
+    contract = (((1,), (1,)), ((), ()))
+    parts = [
+        lax.dot_general(values, dequantize(weight, jnp.bfloat16), contract, preferred_element_type=jnp.bfloat16)
+        for weight in weights
+    ]
     y = parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
     if by is None:
         return y
@@ -66,5 +71,6 @@ def fp8_grouped_linear(x: Float[Array, "rows groups inner"], weight: Fp8Weight) 
     """See `pallas_kernels.fp8_linear`."""
     rows, groups, inner = x.shape
     w = dequantize(weight, x.dtype).reshape(groups, -1, inner)
-    y = jnp.einsum("tgi,goi->tgo", x, w, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    return y.astype(x.dtype).reshape(rows, weight.weight.shape[0])
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    y = jnp.einsum("tgi,goi->tgo", x, w, precision=precision, preferred_element_type=x.dtype)
+    return y.reshape(rows, weight.weight.shape[0])
