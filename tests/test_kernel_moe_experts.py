@@ -243,7 +243,7 @@ CASES += [((HIDDEN, EXPERTS, WIDTH), tokens, "random", False, PALLAS) for tokens
 def test_kernels_on_gpu(sizes, tokens, kind, spread, numerics):
     """Every token is close to the reference, invalid ones are zero, and repeating changes no bit."""
     raw, packed = gpu_weights(sizes, spread)
-    hidden, experts, _ = sizes
+    hidden, experts, width = sizes
     rng = np.random.default_rng(tokens)
     ids, valid = route_tokens(kind, tokens, experts, K, rng)
     x = rng.standard_normal((tokens, hidden)).astype(np.float32) * np.exp(rng.standard_normal((tokens, 1)))
@@ -260,7 +260,9 @@ def test_kernels_on_gpu(sizes, tokens, kind, spread, numerics):
         want = jax.jit(functools.partial(moe_experts, limit=LIMIT, numerics=like)).lower(*before, *raw)
         want = np.asarray(want.compile(compiler_options=exact)(*before, *raw))[valid]
         error = np.linalg.norm(got[valid] - want, axis=1) / np.linalg.norm(want, axis=1)
-        assert error.max() < 1e-2
+        # An intermediate value next to a rounding step of FP8 may fall to its other side and move by an eighth: this is
+        # what one of four standard deviations does to a row.
+        assert error.max() < 4 / 8 / np.sqrt(width)
 
 
 @needs_hopper

@@ -132,7 +132,7 @@ def combine(
     nothing."""
     tokens, k = places.shape
     rows, hidden = y.shape
-    threads = min(-(-hidden // CHANNELS // 128) * 128, 1024)
+    threads = 128  # Small blocks: many tokens are under way at a time.
 
     def body(y, places, routing, out):
         @plgpu.inline_mgpu(arg_types=(ptx.REF,) * 4 + (ptx.SCALAR,))
@@ -141,16 +141,24 @@ def combine(
             places, routing = simt.array(places), simt.array(routing)
             own = [m.load(places, token * k + j) for j in range(k)]
             here = [place < rows for place in own]
-            safe = [m.where(h, place, m.u32(0)) for h, place in zip(here, own, strict=True)]
+
+            def read_words(place, column):
+                return [simt.Lane(word) for word in _read(ptx.address(y), place, column, hidden)]
+
             if weighted:
+                safe = [m.where(h, place, m.u32(0)) for h, place in zip(here, own, strict=True)]
                 factors = [m.load(routing, place) for place in safe]
             for column in _columns(m, hidden):
                 with m.when(column < hidden):
-                    parts = [_read(ptx.address(y), place, column, hidden) for place in safe]
+                    # Where experts are spread over devices, most of a token's places are elsewhere.
+                    parts = [
+                        m.cond(h, lambda place=place, column=column: read_words(place, column), [m.u32(0)] * 4)
+                        for h, place in zip(here, own, strict=True)
+                    ]
                     sums = [m.f32(0.0)] * CHANNELS
                     for j, words in enumerate(parts):
                         for i, word in enumerate(words):
-                            pair = ptx.left(word, 16), ptx.both(word, 0xFFFF0000)
+                            pair = ptx.left(word.value, 16), ptx.both(word.value, 0xFFFF0000)
                             for half, bits in enumerate(pair):
                                 value = simt.Lane(ptx.as_float(bits))
                                 value = value * factors[j] if weighted else value
