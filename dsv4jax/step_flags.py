@@ -37,6 +37,9 @@ STEP_OPTIONS: Mapping[str, str | int | bool] = {
 VARIANTS: Mapping[str, Mapping[str, str | int]] = {
     "no command buffers": NO_COMMAND_BUFFERS,
     "in force": {},
+    "graphs without kernels of our own": {
+        "xla_gpu_enable_command_buffer": COMMAND_BUFFERS["xla_gpu_enable_command_buffer"].replace("CUSTOM_CALL,", "")
+    },
     "always updated": {"xla_gpu_command_buffer_update_mode": "ALWAYS_UPDATE"},
 }
 """Overrides of `STEP_OPTIONS` whose outputs must be the same, bit for bit; the first is what the others are held

@@ -143,6 +143,11 @@ def run_cases(
         )
         if profiling is not None:
             # The last cache was given away.
+            _, launched, _ = time_step(
+                profiling, params, random_cache(cfg, case.cache_cfg, numerics), case.batch, _REPEATS.value
+            )
+            record["milliseconds_without_command_buffers"] = launched * 1e3
+            print(f"{'  without command buffers':<36}{launched * 1e3:>10.2f} ms", flush=True)
             spent = profile_step(profiling, params, random_cache(cfg, case.cache_cfg, numerics), case.batch)
             lines = stage_lines(spent, costs, limits)
             print(table(lines, spent, cfg.num_hidden_layers), flush=True)
