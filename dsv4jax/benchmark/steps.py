@@ -1,6 +1,7 @@
 """Steps to time: their batches, programs and measurements."""
 
 import dataclasses
+import functools
 import os
 import statistics
 import tempfile
@@ -19,6 +20,7 @@ from dsv4jax.batch import (
     PrefillChunk,
     Replay,
     StepBatch,
+    concatenate_batches,
     decode_batch,
     prefill_batch,
 )
@@ -31,6 +33,7 @@ from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling_settings import RequestSampling
 from dsv4jax.steps import StepOutput, decode_step, prefill_step
+from sharding import SINGLE, Layout
 
 PAGE = 64
 TILE = 64
@@ -48,10 +51,22 @@ class StepCase:
     batch: StepBatch
     shape: StepShape
 
-    def lower(self, params: Params, cfg: ModelConfig, numerics: Numerics) -> jax.stages.Lowered:
-        """The step, traced for these parameters."""
-        cache = jax.eval_shape(lambda: init_cache(cfg, self.cache_cfg, numerics))
-        return self.step.lower(params, cache, self.batch, cfg=cfg, numerics=numerics)
+    def lower(
+        self, params: Params, cfg: ModelConfig, numerics: Numerics, layout: Layout = SINGLE
+    ) -> jax.stages.Lowered:
+        """The step, traced for these parameters; every rank of the layout runs this batch."""
+        cache = cache_shapes(cfg, self.cache_cfg, numerics, layout)
+        return self.step.lower(params, cache, self.on_all_ranks(layout), cfg=cfg, numerics=numerics, layout=layout)
+
+    def on_all_ranks(self, layout: Layout) -> StepBatch:
+        """The batch, for each rank of the layout, on its devices."""
+        return layout.put(concatenate_batches([self.batch] * layout.ranks))
+
+
+def cache_shapes(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics, layout: Layout = SINGLE) -> Cache:
+    """Shapes of the cache of all ranks, sharded as on the devices."""
+    shapes = jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics, layout))
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.by_rank), shapes)
 
 
 def decode_case(cfg: ModelConfig, requests: int, tokens: int, context: int, ranks: int = 1) -> StepCase:
@@ -107,8 +122,12 @@ def time_step(
     program: Any, params: Params, cache: Cache, batch: StepBatch, repeats: int
 ) -> tuple[float, float, StepOutput]:
     """Seconds of a step: median of calls that are waited for, and average of calls sent one after the other; and the
-    last output."""
-    batch = jax.device_put(batch)
+    last output.
+
+    Args:
+      batch: on the host, or on the devices of a layout.
+    """
+    batch = _on_device(batch)
     cache, output = program(params, cache, batch)
     jax.block_until_ready(output.tokens)
     times = []
@@ -124,13 +143,20 @@ def time_step(
     return statistics.median(times), (time.perf_counter() - begin) / repeats, output
 
 
-def profile_step(program: Any, params: Params, cache: Cache, batch: StepBatch, steps: int = 3) -> Profile:
-    """Time per stage, averaged over some steps; the program is one without command buffers.
+def _on_device(batch: StepBatch) -> StepBatch:
+    """The batch on the default device, unless it is on others already."""
+    return jax.tree.map(lambda a: a if isinstance(a, jax.Array) else jax.device_put(a), batch)
+
+
+def profile_step(
+    program: Any, params: Params, cache: Cache, batch: StepBatch, steps: int = 3, devices: int = 1
+) -> Profile:
+    """Time per stage, averaged over some steps and the devices; the program is one without command buffers.
 
     Raises:
       RuntimeError: the runs of the step cannot be told apart in the trace.
     """
-    batch, text = jax.device_put(batch), program.as_text()
+    batch, text = _on_device(batch), program.as_text()
     cache, output = program(params, cache, batch)
     jax.block_until_ready((cache, output))
     with tempfile.TemporaryDirectory() as directory:
@@ -139,9 +165,9 @@ def profile_step(program: Any, params: Params, cache: Cache, batch: StepBatch, s
                 cache, output = program(params, cache, batch)
                 jax.block_until_ready((cache, output))
         runs = read_trace(directory, text.split(",", 1)[0].removeprefix("HloModule "))
-    if len(runs) != steps:
+    if len(runs) != steps * devices:
         raise RuntimeError(
-            f"the trace shows {len(runs)} runs of the step, not {steps}: its first kernel is launched often"
+            f"the trace shows {len(runs)} runs of the step, not {steps * devices}: its first kernel is launched often"
         )
     return profile(runs, operation_scopes(text))
 
