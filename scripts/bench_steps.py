@@ -44,6 +44,7 @@ from dsv4jax.benchmark.steps import (
     compare_programs,
     compile_all,
     decode_case,
+    numbers_of,
     prefill_bucket,
     prefill_case,
     prefill_chunks,
@@ -87,15 +88,6 @@ _CHECK_FLAGS = flags.DEFINE_bool("check_flags", False, "Only compare outputs and
 _PROFILE = flags.DEFINE_string("profile", None, "Directory for a picture of every step by stage; the table is printed.")
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Timed calls per point.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
-
-
-def numbers_of(flag: str, text: str, counts: tuple[int, ...]) -> list[int]:
-    """The numbers of `text`, which are separated by x and as many as one of `counts` says."""
-    numbers = text.split("x")
-    if len(numbers) not in counts or not all(number.isdecimal() and int(number) for number in numbers):
-        wanted = " or ".join("x".join("N" * count) for count in counts)
-        raise app.UsageError(f"--{flag}={text}: must be {wanted}, whole numbers of at least 1")
-    return [int(number) for number in numbers]
 
 
 def measured_ceilings() -> dict[str, float]:

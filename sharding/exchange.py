@@ -9,10 +9,10 @@ How tokens reach the experts (`Layout.exchange`):
 * `all_to_all`: each token travels at most once to each rank. A rank has room for all tokens of every other one.
 * `ragged`: the same without sending the room that is not needed (`lax.ragged_all_to_all`).
 
-**Emulated ranks** (`Layout.emulated_ranks`), for benchmarks: one device holds one rank's share of the experts and its own
-tokens stand for those of every rank: they are copied as often as there are ranks, routed with expert ids turned by one
-rank's experts each, and the results of all copies are summed. So the experts see the rows that a rank receives under
-even routing, and device memory moves the bytes of `gather`; links between devices are not part of it:
+**Emulated ranks** (`Layout.emulated_ranks`), for benchmarks: one device holds one rank's share of the experts, and its
+own tokens stand for those of every rank: they are copied as often as there are ranks, routed with expert ids turned by
+one rank's experts each, and the results of all copies are summed. So the experts see the rows that a rank receives
+under even routing, and device memory moves the bytes of `gather`; the links between devices are not part of it:
 `exchange_bytes` says what they would carry. The result is that of a model whose ranks all hold the same experts.
 """
 
@@ -90,8 +90,8 @@ def _emulated(
 
 
 def exchange_bytes(ranks: int, tokens: int, hidden: int, k: int) -> tuple[int, int]:
-    """Bytes that a rank receives from the others in one layer by `gather` or `all_to_all` with `tokens` tokens per rank:
-    bfloat16 tokens with their routing, and fp32 results."""
+    """Bytes that a rank receives from the others in one layer by `gather` or `all_to_all`, with `tokens` tokens per
+    rank: bfloat16 tokens with their routing, and fp32 results."""
     others = (ranks - 1) * tokens
     return others * (2 * hidden + 8 * k + 1), others * 4 * hidden
 
