@@ -80,15 +80,11 @@ def random_cache(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics, l
     """
     cache = init_cache(cfg, cache_cfg, numerics, layout)
 
-    def fill(record_format, arrays, n, seed):
-        def made(shape, key):
-            drawn = min(shape[0], 1024)
-            records = record_format.store(jax.random.normal(key, (drawn, shape[1], n), numerics.dtype), numerics)
-            return records[jnp.arange(shape[0]) % drawn]
+    made = _drawing_records(layout.by_rank)
 
-        made = jax.jit(made, static_argnums=0, out_shardings=layout.by_rank)
+    def fill(record_format, arrays, n, seed):
         keys = jax.random.split(jax.random.key(seed), len(arrays))
-        return tuple(made(a.shape[:2], key) for a, key in zip(arrays, keys, strict=True))
+        return tuple(made(key, record_format, a.shape[:2], n, numerics) for a, key in zip(arrays, keys, strict=True))
 
     return cache.replace(
         entries=fill(COMPRESSED_ENTRY, cache.entries, cfg.head_dim, 0),
@@ -96,6 +92,17 @@ def random_cache(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics, l
         windows=fill(WINDOW_KEY, cache.windows, cfg.head_dim, 2),
         draft_windows=fill(WINDOW_KEY, cache.draft_windows, cfg.head_dim, 3),
     )
+
+
+@functools.cache
+def _drawing_records(sharding: Sharding | None) -> Callable[..., Array]:
+    return jax.jit(_draw_records, static_argnums=(1, 2, 3, 4), out_shardings=sharding)
+
+
+def _draw_records(key, record_format, shape, n, numerics):
+    drawn = min(shape[0], 1024)
+    records = record_format.store(jax.random.normal(key, (drawn, shape[1], n), numerics.dtype), numerics)
+    return records[jnp.arange(shape[0]) % drawn]
 
 
 class RandomHostTables:
