@@ -162,7 +162,7 @@ def run(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) ->
     if "exchange" in sections:
         together = {step.case.shape.tokens for step in steps if step.layout.ranks > 1}
         exchanges = [
-            ExchangeCase(dataclasses.replace(layout, exchange=exchange), tokens, "uniform")
+            ExchangeCase(dataclasses.replace(layout, exchange=exchange), tokens)
             for exchange in _EXCHANGES.value
             for tokens in sorted({*_EXCHANGE_TOKENS.value, *(together if exchange == kind else ())})
         ]
@@ -181,24 +181,42 @@ def run(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) ->
         for row in report.contents.get("exchange", [])
         if row["exchange"] == kind and "microseconds" in row
     }
-    params, held = None, None
+    for one in (SINGLE, layout):
+        engine = one == layout and "engine" in sections
+        if engine or any(step.layout == one for step in steps):
+            params = draw(report, cfg, numerics, one)
+            on_layout = [step for step in steps if step.layout == one]
+            run_steps(report, on_layout, programs, alone, params, cfg, numerics, layout, engine)
+            del params  # before others are drawn
+
+
+def run_steps(
+    report: Report,
+    steps: list[PlacedStep],
+    programs: dict[Any, Any],
+    exchange_alone: dict[int, float],
+    params: Params,
+    cfg: ModelConfig,
+    numerics: Numerics,
+    layout: Layout,
+    engine: bool,
+) -> None:
+    """The steps on the devices that hold the parameters, and the engine.
+
+    Args:
+      exchange_alone: milliseconds of a step's exchanges by themselves, by the tokens of a rank.
+      layout: of all devices.
+    """
     for step in steps:
-        if held != step.layout:
-            params = None  # freed before others are drawn
-            params, held = draw(report, cfg, numerics, step.layout), step.layout
         names = dict(step.names)
-        if step.layout.ranks > 1 and step.case.shape.tokens in alone:
-            names["exchange_alone_milliseconds"] = alone[step.case.shape.tokens]
+        if step.layout.ranks > 1 and step.case.shape.tokens in exchange_alone:
+            names["exchange_alone_milliseconds"] = exchange_alone[step.case.shape.tokens]
         profiling = programs.get(("profiled", step))
         measure = functools.partial(measure_step, step, programs[step], profiling, params, cfg, numerics, layout.ranks)
         report.attempt("steps", names, measure)
-    if "engine" in sections:
-        if held != layout:
-            params = None
-            params = draw(report, cfg, numerics, layout)
-        for requests in _REQUESTS.value:
-            measure = functools.partial(host_gap, params, cfg, numerics, layout, requests=requests, steps=_STEPS.value)
-            report.attempt("engine", {"devices": layout.devices}, measure)
+    for requests in _REQUESTS.value if engine else ():
+        measure = functools.partial(host_gap, params, cfg, numerics, layout, requests=requests, steps=_STEPS.value)
+        report.attempt("engine", {"devices": layout.devices}, measure)
 
 
 def run_exchanges(

@@ -11,9 +11,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from dsv4jax.balance.metrics import uniform_picks
 from dsv4jax.benchmark.steps import seconds_per_call
 from dsv4jax.config import ModelConfig
-from dsv4jax.model.forced_routing import forced_scores
+from dsv4jax.step_flags import STEP_OPTIONS
 from sharding import Layout
 from sharding.exchange import exchange_bytes, routed_experts
 
@@ -70,24 +71,22 @@ def measure_links(layout: Layout, megabytes: int, repeats: int) -> Links:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeCase:
-    """Dispatch and combine of `tokens` tokens of each rank, around experts that only pass them on."""
+    """Dispatch and combine of `tokens` tokens of each rank, around experts that only pass them on; uniform routing."""
 
     layout: Layout
     tokens: int
-    routing: str
 
     @property
     def names(self) -> dict[str, Any]:
         """What tells it from other cases."""
-        return {"exchange": self.layout.exchange, "tokens_per_rank": self.tokens, "routing": self.routing}
+        return {"exchange": self.layout.exchange, "tokens_per_rank": self.tokens}
 
     def arguments(self, cfg: ModelConfig) -> tuple[Array, ...]:
         """Values, expert ids, weights and validity of all ranks' tokens, on their devices."""
         rows = self.layout.ranks * self.tokens
         rng = np.random.default_rng(0)
-        scores = forced_scores(jnp.asarray(rng.normal(size=(rows, cfg.n_routed_experts)), jnp.float32), self.routing)
-        experts = np.asarray(lax.top_k(scores, cfg.num_experts_per_tok)[1])
-        x = rng.normal(size=(rows, cfg.hidden_size)).astype(jnp.bfloat16)
+        experts = uniform_picks(rng, rows, cfg.num_experts_per_tok, cfg.n_routed_experts).T
+        x = np.asarray(jax.random.normal(jax.random.key(0), (rows, cfg.hidden_size), jnp.bfloat16))
         weights = np.full(experts.shape, 1 / experts.shape[1], np.float32)
         return self.layout.put((x, experts, weights, np.ones(rows, bool)))
 
@@ -101,10 +100,23 @@ class ExchangeCase:
 
         def run(_: None, x: Array, *routing: Array) -> tuple[Array, None]:
             for _ in range(CHAIN):
+                # Every layer has a routing of its own; XLA would exchange this one once for all.
+                x, *routing = lax.optimization_barrier((x, *routing))
                 x = routed_experts(self.layout, local, experts_pass_on, x, *routing).astype(x.dtype)
             return x, None
 
-        return jax.jit(lambda *arguments: self.layout.map(run, None, *arguments)[0]).lower(*self.arguments(cfg))
+        rows, k, by_rank = self.layout.ranks * self.tokens, cfg.num_experts_per_tok, self.layout.by_rank
+        shapes = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=by_rank)
+            for shape, dtype in (
+                ((rows, cfg.hidden_size), jnp.bfloat16),
+                ((rows, k), jnp.int32),
+                ((rows, k), jnp.float32),
+                ((rows,), bool),
+            )
+        ]
+        chain = jax.jit(lambda *given: self.layout.map(run, None, *given)[0], compiler_options=dict(STEP_OPTIONS))
+        return chain.lower(*shapes)
 
     def measure(self, program: Any, cfg: ModelConfig, links: Links, repeats: int) -> dict[str, float]:
         """Microseconds of one exchange, and what its bytes and its two collectives would take by themselves."""
