@@ -149,7 +149,7 @@ def measure_step(
             row |= {f"{stage}_microseconds": spent.microseconds.get(stage, 0.0) for stage in ("dispatch", "combine")}
             row |= {"busy_microseconds": spent.busy, "stages": dict(spent.microseconds)}
         except Exception as error:  # The times above stand.
-            row["profile_error"] = f"{type(error).__name__}: {str(error)[:500]}"
+            row["profile_error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"
     return row
 
 

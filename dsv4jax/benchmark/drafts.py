@@ -21,7 +21,7 @@ from dsv4jax.benchmark.steps import PAGE, cache_shapes, time_step
 from dsv4jax.cache import Cache, CacheConfig, DraftNoise
 from dsv4jax.config import ModelConfig
 from dsv4jax.draft_counts import StepCosts
-from dsv4jax.draft_statistics import DraftStatistics, step_statistics, zero_statistics
+from dsv4jax.draft_statistics import DraftStatistics, step_statistics
 from dsv4jax.numerics import Numerics
 from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
@@ -30,6 +30,7 @@ from dsv4jax.speculation import draft_step, speculative_step
 from dsv4jax.steps import decode_step
 from sharding import Layout
 
+_step_statistics = jax.jit(step_statistics)
 _WARM_UP = 2  # steps before those that are timed
 
 
@@ -130,17 +131,10 @@ class DraftCase:
             outputs.append((output.confidences, output.verified, output.counts))
         jax.block_until_ready(cache)
         seconds = (time.perf_counter() - begin) / self.steps
-        outputs = jax.device_get(outputs[_WARM_UP:])
-        statistics = zero_statistics(tile - 1)
-        for confidences, verified, counts in outputs:
-            one = step_statistics(jnp.asarray(confidences), verified, counts - 1, counts > 0)
-            statistics = jax.tree.map(jnp.add, statistics, one)
-        return SpeculativeRun(
-            seconds,
-            sum(int(counts.sum()) for _, _, counts in outputs) / self.steps,
-            sum(int(verified.sum()) for _, verified, _ in outputs) / self.steps,
-            statistics,
-        )
+        # As if all were requests of one step.
+        confidences, verified, counts = map(np.concatenate, zip(*jax.device_get(outputs[_WARM_UP:]), strict=True))
+        statistics = _step_statistics(confidences, verified, counts - 1, counts > 0)
+        return SpeculativeRun(seconds, float(counts.sum()) / self.steps, float(verified.sum()) / self.steps, statistics)
 
     def costs(self, program: Any, params: Params, law: np.ndarray, draft_seconds: float) -> StepCosts:
         """What steps of the adaptive program take by the tokens that they verify, the same number for each request."""

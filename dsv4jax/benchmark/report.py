@@ -42,7 +42,7 @@ class Report:
         try:
             row = measure()
         except Exception as error:
-            row = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+            row = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"}
         self.add(section, {**names, **row})
 
     def _write(self) -> None:
@@ -58,7 +58,7 @@ def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:100]
 
 
 def reliability(statistics: DraftStatistics) -> list[dict[str, Any]]:
