@@ -138,7 +138,8 @@ def speculative_step(
       draft_placement: as in `draft_step`.
       step_seconds: `StepCosts.table()` of this program, by which each rank chooses how many of its drafts to verify;
         None for as many as the batch allows.
-      forced_acceptance: for benchmarks only, see `verify`.
+      forced_acceptance: for benchmarks only, see `verify`; an array for each draft of the batch's bucket. If it forces,
+        the confidences are those of a head that knows it.
 
     Raises:
       ValueError: the batch was made for another cache, the cache is one without drafts or has too little slack, the
@@ -155,6 +156,11 @@ def speculative_step(
         _check_fit(batch, cache)
         model = merge(cfg, params)
         drafts = jax.tree.map(lambda a: a.at[batch.slots].get(mode="fill", fill_value=0), cache.drafts)
+        if forced is not None:
+            known = jnp.where(
+                jnp.all(forced >= 0), jax.scipy.special.logit(forced), drafts.confidences[:, : len(forced)]
+            )
+            drafts = drafts.replace(confidences=drafts.confidences.at[:, : len(forced)].set(known))
         active = (batch.slots < cache.num_slots) & (drafts.positions < batch.ends)
         counts = _draft_counts(batch, drafts, active, step_seconds)
         run = _tokens_to_run(batch, cache, drafts, active, counts)

@@ -7,7 +7,7 @@
 
 Decode runs on a cache of random records, prefill on random tokens. Times are of calls sent one after the other, and of
 calls that are waited for (median), after compilation. With `--ranks` the device emulates one rank of many: see
-`dsv4jax.benchmark.emulation`; what the links between devices would take is not in the times.
+`sharding.exchange`; what the links between devices would take is not in the times.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ from dsv4jax.batch import (
     prefill_batch,
     with_engram_rows,
 )
-from dsv4jax.benchmark import emulation
 from dsv4jax.benchmark.costs import step_costs
 from dsv4jax.benchmark.random_state import RandomHostTables, random_cache, random_params
+from dsv4jax.benchmark.replacement import without_own_topk
 from dsv4jax.benchmark.report import picture, stage_lines, table
 from dsv4jax.benchmark.steps import (
     GREEDY,
@@ -44,6 +44,7 @@ from dsv4jax.benchmark.steps import (
     compare_programs,
     compile_all,
     decode_case,
+    numbers_of,
     prefill_bucket,
     prefill_case,
     prefill_chunks,
@@ -60,6 +61,8 @@ from dsv4jax.quant import ceil_div
 from dsv4jax.step_flags import NO_COMMAND_BUFFERS, VARIANTS
 from dsv4jax.steps import decode_step, forward, prefill_step
 from pallas_kernels.timing import ceilings
+from sharding import emulated_rank
+from sharding.exchange import exchange_bytes
 
 _LAYERS = flags.DEFINE_integer("layers", 6, "Layers of the reduced released configuration, 6 to 40.")
 _MODEL = flags.DEFINE_string("model", None, "Directory with the config.json of another model, in place of these sizes.")
@@ -87,15 +90,6 @@ _REPEATS = flags.DEFINE_integer("repeats", 7, "Timed calls per point.", lower_bo
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
 
 
-def numbers_of(flag: str, text: str, counts: tuple[int, ...]) -> list[int]:
-    """The numbers of `text`, which are separated by x and as many as one of `counts` says."""
-    numbers = text.split("x")
-    if len(numbers) not in counts or not all(number.isdecimal() and int(number) for number in numbers):
-        wanted = " or ".join("x".join("N" * count) for count in counts)
-        raise app.UsageError(f"--{flag}={text}: must be {wanted}, whole numbers of at least 1")
-    return [int(number) for number in numbers]
-
-
 def measured_ceilings() -> dict[str, float]:
     """Copy and matmul rates; by the clock and at small sizes where there is no GPU."""
     if jax.default_backend() == "gpu":
@@ -115,8 +109,8 @@ def run_cases(
 ) -> list[dict]:
     """Times, and with --profile stages, of every case."""
     begin = time.perf_counter()
-    with emulation.emulated_rank(_RANKS.value):
-        lowered = [case.lower(params, cfg, numerics) for case in cases]
+    layout = emulated_rank(_RANKS.value)
+    lowered = [case.lower(params, cfg, numerics, layout) for case in cases]
     programs = compile_all(lowered)
     profiled = compile_all(lowered, NO_COMMAND_BUFFERS) if _PROFILE.value else [None] * len(cases)
     print(f"{len(cases)} steps compiled in {time.perf_counter() - begin:.0f} s", flush=True)
@@ -193,11 +187,11 @@ def cached_prefix(
     lowered = []
     cache = jax.eval_shape(lambda: init_cache(cfg, cache_cfg, numerics))
     for decoder_cut, on_device, own_topk in setups:
-        sort = contextlib.nullcontext() if own_topk else emulation.without_own_topk()
-        with emulation.emulated_rank(_RANKS.value), sort:
+        with contextlib.nullcontext() if own_topk else without_own_topk():
             batch = next(batches(decoder_cut, on_device))
             given = params if on_device else host
-            lowered.append(prefill_step.lower(given, cache, batch, cfg=cfg, numerics=numerics))
+            layout = emulated_rank(_RANKS.value)
+            lowered.append(prefill_step.lower(given, cache, batch, cfg=cfg, numerics=numerics, layout=layout))
     records = []
     for (decoder_cut, on_device, own_topk), program in zip(setups, compile_all(lowered), strict=True):
         cache = random_cache(cfg, cache_cfg, numerics)
@@ -238,8 +232,7 @@ def check_flags(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[di
     """
     records = []
     for case in (decode_case(cfg, 8, 2, 2048), prefill_case(cfg, 512, 1024, "bounded")):
-        with emulation.emulated_rank(_RANKS.value):
-            lowered = case.lower(params, cfg, numerics)
+        lowered = case.lower(params, cfg, numerics, emulated_rank(_RANKS.value))
         programs, unknown = {}, {}
         for name, options in VARIANTS.items():
             try:
@@ -300,7 +293,7 @@ def measure(cfg: ModelConfig) -> dict:
     if _COMPARE.value and ranks > 1:
         raise app.UsageError(f"--compare with --ranks={ranks}: an emulated rank computes another model")
     begin = time.perf_counter()
-    params = jax.block_until_ready(random_params(cfg, numerics, ranks))
+    params = jax.block_until_ready(random_params(cfg, numerics, emulated_rank(ranks)))
     seconds = time.perf_counter() - begin
     report = {
         "date": datetime.date.today().isoformat(),
@@ -321,7 +314,7 @@ def measure(cfg: ModelConfig) -> dict:
     if _CHECK_FLAGS.value:
         return report | {"flags": check_flags(params, cfg, numerics)}
     if ranks > 1:
-        report["exchange_bytes_per_layer_and_token"] = emulation.exchange_bytes(
+        report["exchange_bytes_per_layer_and_token"] = exchange_bytes(
             ranks, 1, cfg.hidden_size, cfg.num_experts_per_tok
         )
         print(f"one rank of {ranks}, the exchange by copies on the device", flush=True)
@@ -346,7 +339,11 @@ def main(argv: list[str]) -> None:
     if _MODEL.value:
         cfg = ModelConfig.from_checkpoint(_MODEL.value)
     else:
-        sizes = {"n_routed_experts": _EXPERTS.value, "engram_vocab_size": _ENGRAM.value, "dspark_n_routed_experts": 8}
+        sizes = {
+            "n_routed_experts": _EXPERTS.value,
+            "engram_vocab_size": _ENGRAM.value,
+            "dspark_n_routed_experts": ceil_div(8, _RANKS.value) * _RANKS.value,
+        }
         cfg = reduced_config(_LAYERS.value, **sizes)
     Path(_OUTPUT.value).write_text(json.dumps(measure(cfg), indent=1) + "\n", encoding="utf-8")
 

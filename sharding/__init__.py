@@ -1,6 +1,6 @@
 """Meshes, sharding rules, and what devices exchange. Nothing outside this package names a mesh axis."""
 
-from sharding.layout import SINGLE, Layout, decode_dep, latency, prefill_dep, single
+from sharding.layout import SINGLE, Layout, decode_dep, emulated_rank, latency, prefill_dep, single
 from sharding.placement import ExpertPlacement
 from sharding.rules import (
     ShardingRules,
@@ -19,6 +19,7 @@ __all__ = [
     "ShardingRules",
     "abstract_mesh",
     "decode_dep",
+    "emulated_rank",
     "expert_parallel",
     "latency",
     "make_mesh",

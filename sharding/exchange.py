@@ -8,6 +8,12 @@ How tokens reach the experts (`Layout.exchange`):
 * `gather`: every rank gets the tokens of all, sums of the contributions are scattered back.
 * `all_to_all`: each token travels at most once to each rank. A rank has room for all tokens of every other one.
 * `ragged`: the same without sending the room that is not needed (`lax.ragged_all_to_all`).
+
+**Emulated ranks** (`Layout.emulated_ranks`), for benchmarks: one device holds one rank's share of the experts, and its
+own tokens stand for those of every rank: they are copied as often as there are ranks, routed with expert ids turned by
+one rank's experts each, and the results of all copies are summed. So the experts see the rows that a rank receives
+under even routing, and device memory moves the bytes of `gather`; the links between devices are not part of it:
+`exchange_bytes` says what they would carry. The result is that of a model whose ranks all hold the same experts.
 """
 
 from collections.abc import Callable
@@ -42,6 +48,8 @@ def routed_experts(
       apply: runs the experts of the device it is called on.
       experts: ids over all devices, distinct in a row.
     """
+    if layout.emulated_ranks > 1:
+        return _emulated(layout.emulated_ranks, local_experts, apply, x, experts, weights, valid)
     if layout.devices == 1:
         return apply(x, experts, weights, valid)
     total = layout.devices * local_experts
@@ -52,14 +60,40 @@ def routed_experts(
 
     if not layout.data_parallel:
         return lax.psum(apply_here(x, experts, weights, valid), RANK_AXIS)
-    records, unpack = _packed_rows((x, experts, weights, valid))
+    with jax.named_scope("dispatch"):
+        records, unpack = _packed_rows((x, experts, weights, valid))
     if layout.exchange == "gather":
-        y = apply_here(*unpack(lax.all_gather(records, RANK_AXIS, tiled=True)))
-        return lax.psum_scatter(y, RANK_AXIS, tiled=True)
+        with jax.named_scope("dispatch"):
+            rows = unpack(lax.all_gather(records, RANK_AXIS, tiled=True))
+        y = apply_here(*rows)
+        with jax.named_scope("combine"):
+            return lax.psum_scatter(y, RANK_AXIS, tiled=True)
     wanted = jnp.any((experts // local_experts)[:, :, None] == jnp.arange(layout.devices), 1) & valid[:, None]
     if layout.exchange == "all_to_all":
         return _all_to_all(records, wanted, lambda rows, here: _apply_records(apply_here, unpack, rows, here))
     return _ragged(records, wanted, lambda rows, here: _apply_records(apply_here, unpack, rows, here), experts.shape[1])
+
+
+def _emulated(
+    ranks: int, local_experts: int, apply: ExpertFunction, x: Array, experts: Array, weights: Array, valid: Array
+) -> Array:
+    """One device in the place of one of `ranks` ranks."""
+    with jax.named_scope("dispatch"):
+        turns = local_experts * jnp.arange(ranks)[:, None, None]
+        experts = ((experts + turns) % (ranks * local_experts)).reshape(-1, experts.shape[1])
+        rows = [jnp.broadcast_to(a, (ranks, *a.shape)).reshape(-1, *a.shape[1:]) for a in (x, weights, valid)]
+        # Like an exchange, it is no part of what comes before and after; XLA would leave the copies out.
+        x, weights, valid, experts = lax.optimization_barrier((*rows, experts))
+    y = apply(x, experts, weights, valid)
+    with jax.named_scope("combine"):
+        return lax.optimization_barrier(jnp.sum(y.reshape(ranks, -1, *y.shape[1:]), 0))
+
+
+def exchange_bytes(ranks: int, tokens: int, hidden: int, k: int) -> tuple[int, int]:
+    """Bytes that a rank receives from the others in one layer by `gather` or `all_to_all`, with `tokens` tokens per
+    rank: bfloat16 tokens with their routing, and fp32 results."""
+    others = (ranks - 1) * tokens
+    return others * (2 * hidden + 8 * k + 1), others * 4 * hidden
 
 
 def rank_of(layout: Layout) -> Int32[Array, ""] | int:
@@ -137,39 +171,44 @@ def _apply_records(apply: ExpertFunction, unpack: Callable, rows: Array, here: A
 def _all_to_all(records: Array, wanted: Array, apply: Callable[[Array, Array], Array]) -> Array:
     """Each rank gets a place for every token of every rank, filled for those it is wanted for."""
     tokens, ranks = wanted.shape
-    sent = jnp.broadcast_to(records, (ranks, *records.shape))
-    got = lax.all_to_all(sent, RANK_AXIS, 0, 0)
-    here = lax.all_to_all(wanted.T, RANK_AXIS, 0, 0)
+    with jax.named_scope("dispatch"):
+        sent = jnp.broadcast_to(records, (ranks, *records.shape))
+        got = lax.all_to_all(sent, RANK_AXIS, 0, 0)
+        here = lax.all_to_all(wanted.T, RANK_AXIS, 0, 0)
     y = apply(got.reshape(ranks * tokens, -1), here.reshape(-1))
-    back = lax.all_to_all(y.reshape(ranks, tokens, *y.shape[1:]), RANK_AXIS, 0, 0)
-    return sum(back[r] for r in range(ranks))
+    with jax.named_scope("combine"):
+        back = lax.all_to_all(y.reshape(ranks, tokens, *y.shape[1:]), RANK_AXIS, 0, 0)
+        return sum(back[r] for r in range(ranks))
 
 
 def _ragged(records: Array, wanted: Array, apply: Callable[[Array, Array], Array], k: int) -> Array:
     """Each rank gets the tokens it is wanted for, packed; the places behind them are not sent."""
     tokens, ranks = wanted.shape
     copies = tokens * min(k, ranks)
-    sizes = jnp.sum(wanted, 0, dtype=jnp.int32)
-    starts = jnp.cumsum(sizes) - sizes
-    # Places of a token's copies among the rows to send, which are sorted by receiving rank.
-    places = jnp.where(wanted, starts + jnp.cumsum(wanted, 0) - 1, copies)
-    token = jnp.zeros(copies, jnp.int32).at[places].set(jnp.arange(tokens)[:, None], mode="drop")
+    with jax.named_scope("dispatch"):
+        sizes = jnp.sum(wanted, 0, dtype=jnp.int32)
+        starts = jnp.cumsum(sizes) - sizes
+        # Places of a token's copies among the rows to send, which are sorted by receiving rank.
+        places = jnp.where(wanted, starts + jnp.cumsum(wanted, 0) - 1, copies)
+        token = jnp.zeros(copies, jnp.int32).at[places].set(jnp.arange(tokens)[:, None], mode="drop")
 
-    matrix = lax.all_gather(sizes, RANK_AXIS)  # [sender, receiver]
-    me = lax.axis_index(RANK_AXIS)
-    before = jnp.cumsum(matrix, 0) - matrix
-    received = matrix[:, me]
-    room = ranks * tokens
-    got = _ragged_all_to_all(
-        records[token], jnp.zeros((room, records.shape[1]), records.dtype), starts, sizes, before[me], received
-    )
-    y = apply(got, jnp.arange(room) < jnp.sum(received))
-    # The way back: what came from rank s, behind what came from those before it, to where s keeps its copies for me.
-    starts_of_all = jnp.cumsum(matrix, 1) - matrix
-    back = _ragged_all_to_all(
-        y, jnp.zeros((copies, *y.shape[1:]), y.dtype), before[:, me], received, starts_of_all[:, me], sizes
-    )
-    return sum(back.at[places[:, r]].get(mode="fill", fill_value=0) for r in range(ranks))
+        matrix = lax.all_gather(sizes, RANK_AXIS)  # [sender, receiver]
+        me = lax.axis_index(RANK_AXIS)
+        before = jnp.cumsum(matrix, 0) - matrix
+        received = matrix[:, me]
+        room = ranks * tokens
+        got = _ragged_all_to_all(
+            records[token], jnp.zeros((room, records.shape[1]), records.dtype), starts, sizes, before[me], received
+        )
+        here = jnp.arange(room) < jnp.sum(received)
+    y = apply(got, here)
+    with jax.named_scope("combine"):
+        # What came from rank s, behind what came from those before it, to where s keeps its copies for me.
+        starts_of_all = jnp.cumsum(matrix, 1) - matrix
+        back = _ragged_all_to_all(
+            y, jnp.zeros((copies, *y.shape[1:]), y.dtype), before[:, me], received, starts_of_all[:, me], sizes
+        )
+        return sum(back.at[places[:, r]].get(mode="fill", fill_value=0) for r in range(ranks))
 
 
 def _ragged_all_to_all(

@@ -24,17 +24,22 @@ class Layout:
       data_parallel: each device is a rank with requests, pages and slots of its own; otherwise all work on the same
         requests, each with its part of the weights.
       exchange: how tokens reach experts on other ranks, see `sharding.exchange`.
+      emulated_ranks: for benchmarks, of one device: it stands for one of so many data-parallel ranks, of which it holds
+        one's share of the experts. See `sharding.exchange`.
 
     Raises:
-      ValueError: an unknown exchange, or a mesh with other axes.
+      ValueError: an unknown exchange, a mesh with other axes, or one for emulated ranks.
     """
 
     mesh: Mesh | None = None
     rules: ShardingRules = dataclasses.field(default_factory=ShardingRules)
     data_parallel: bool = True
     exchange: Exchange = "gather"
+    emulated_ranks: int = 1
 
     def __post_init__(self):
+        if self.emulated_ranks < 1 or (self.emulated_ranks > 1 and self.mesh is not None):
+            raise ValueError(f"emulated_ranks = {self.emulated_ranks}: must be at least 1, and 1 with a mesh")
         if self.exchange not in EXCHANGES:
             raise ValueError(f"exchange = {self.exchange!r}: must be one of {EXCHANGES}")
         if self.mesh is not None and self.mesh.axis_names != (RANK_AXIS,):
@@ -49,6 +54,11 @@ class Layout:
     def ranks(self) -> int:
         """Data-parallel ranks."""
         return self.devices if self.data_parallel else 1
+
+    @property
+    def expert_devices(self) -> int:
+        """Devices that share the experts, emulated ones included."""
+        return self.devices * self.emulated_ranks
 
     @property
     def by_rank(self) -> NamedSharding | None:
@@ -133,6 +143,11 @@ SINGLE = Layout()
 def single() -> Layout:
     """One device."""
     return SINGLE
+
+
+def emulated_rank(ranks: int) -> Layout:
+    """One device in the place of one of so many data-parallel ranks, for benchmarks."""
+    return Layout(emulated_ranks=ranks)
 
 
 def prefill_dep(n: int) -> Layout:

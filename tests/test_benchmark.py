@@ -17,7 +17,6 @@ from absl import flags
 from absl.testing import flagsaver
 from golden import small_model
 
-from dsv4jax.benchmark import emulation
 from dsv4jax.benchmark.costs import Cost, StepShape, step_costs
 from dsv4jax.benchmark.random_state import RandomHostTables, random_cache, random_params
 from dsv4jax.benchmark.report import picture, stage_lines, table
@@ -44,6 +43,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import bench_steps
 
 from pallas_kernels.index_select import kernel
+from sharding import SINGLE, Layout, emulated_rank, make_mesh
+from sharding.exchange import exchange_bytes
 
 PLAIN = Numerics(dtype=jnp.float32, quantize_activations=False, quantize_cache=False)
 RATES = {"copy": 4e12, "fp8": 1500e12, "bf16": 800e12}
@@ -61,13 +62,14 @@ def tiny() -> ModelConfig:
         candidate_source_layer_id=2,
         engram_layer_ids=(0,),
         dspark_target_layer_ids=(1, 2, 3),
+        dspark_n_routed_experts=8,
         hc_sinkhorn_iters=2,
     )
 
 
 @pytest.fixture(scope="module")
 def params(tiny):
-    return random_params(tiny, REFERENCE, ranks=4)
+    return random_params(tiny, REFERENCE, emulated_rank(4))
 
 
 # Rank emulation
@@ -77,10 +79,10 @@ def test_a_rank_holds_its_share_of_the_experts_and_the_rest_whole(tiny, params):
     specs, seen = dict(named_leaves(abstract_params(tiny))), dict(named_leaves(params))
     assert specs.keys() == seen.keys()
     for name, spec in specs.items():
-        part = 4 if name.startswith("layers.") and ".experts.*." in name else 1
+        part = 4 if ".experts.*." in name else 1
         assert seen[name].shape == (spec.shape[0] // part, *spec.shape[1:]) and seen[name].dtype == spec.dtype, name
-    with pytest.raises(ValueError, match="ranks = 3: must divide the 8 experts"):
-        random_params(tiny, REFERENCE, ranks=3)
+    with pytest.raises(ValueError, match="emulated_ranks = 3: must divide n_routed_experts = 8"):
+        random_params(tiny, REFERENCE, emulated_rank(3))
 
 
 def test_an_emulated_rank_computes_the_model_whose_ranks_hold_the_same_experts(tiny, params):
@@ -91,54 +93,63 @@ def test_an_emulated_rank_computes_the_model_whose_ranks_hold_the_same_experts(t
     x = Activations(jnp.asarray(rng.normal(size=(12, tiny.hidden_size)), jnp.float32))
     valid, image = jnp.arange(12) < 10, jnp.zeros(12, bool)
 
-    def run(params):
-        return merge(tiny, params).layers[1].ffn(x, valid, image, PLAIN)
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(params, layout):
+        return merge(tiny, params).layers[1].ffn(x, valid, image, PLAIN, layout)
 
-    expected, load = jax.jit(run)(whole)
-    with emulation.emulated_rank(4):
-        got, got_load = jax.jit(run)(params)
+    expected, load = run(whole, SINGLE)
+    got, got_load = run(params, emulated_rank(4))
     np.testing.assert_allclose(got[:10], expected[:10], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got_load, load)
-    # Out of the context nothing is left of it.
-    np.testing.assert_array_equal(jax.jit(run)(whole)[0], expected)
+
+
+def test_an_emulated_rank_has_no_mesh():
+    for layout in (dict(emulated_ranks=0), dict(emulated_ranks=2, mesh=make_mesh(1))):
+        with pytest.raises(ValueError, match=f"emulated_ranks = {layout['emulated_ranks']}: must be at least 1, and 1"):
+            Layout(**layout)
 
 
 def test_the_exchange_carries_what_the_other_ranks_send():
-    dispatch, combine = emulation.exchange_bytes(8, 96, 5120, 6)
+    dispatch, combine = exchange_bytes(8, 96, 5120, 6)
     assert dispatch == 7 * 96 * (5120 * 2 + 6 * 4 + 6 * 4 + 1) and combine == 7 * 96 * 5120 * 4
 
 
 # Traces
 
 
-def gpu_events():
-    """Two runs of a step as JAX writes them for a GPU: streams beside derived lines, other modules, host threads."""
+def gpu_events(gpus=1):
+    """Two runs of a step as JAX writes them for GPUs: streams beside derived lines, other modules, host threads."""
 
     def line(pid, tid, name):
         return {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
 
-    def kernel(start, duration, name, op, module="jit_decode_step(17)", pid=1, tid=13):
+    def kernel_of(start, duration, name, op, module="jit_decode_step(17)", pid=1, tid=13):
         args = {"hlo_module": module, "hlo_op": op, "correlation_id": "5"}
         return {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": duration, "name": name, "args": args}
 
     events = [
-        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
         {"ph": "M", "pid": 9, "name": "process_name", "args": {"name": "/host:CPU"}},
-        line(1, 13, "Stream #13(Compute)"),
-        line(1, 14, "Stream #14(Compute)"),
-        line(1, 2, "XLA Ops"),
         line(9, 3, "python"),
         {"ph": "X", "pid": 9, "tid": 3, "ts": 0.0, "dur": 900.0, "name": "PjitFunction(decode_step)"},
     ]
-    for begin in (100.0, 1100.0):
+    for gpu in range(gpus):
+        pid = 1 + gpu
+        kernel = functools.partial(kernel_of, pid=pid)
         events += [
-            kernel(begin, 10.0, "gather", "fusion.1"),
-            kernel(begin + 20.0, 30.0, "mosaic_gpu_experts", "custom-call.7"),
-            kernel(begin + 40.0, 20.0, "gemm", "custom-call.8", tid=14),
-            kernel(begin + 70.0, 5.0, "copy", "copy.3"),
-            kernel(begin, 75.0, "fusion.1", "fusion.1", tid=2),
-            kernel(begin + 80.0, 50.0, "fusion.1", "fusion.1", module="jit_other(3)"),
+            {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"/device:GPU:{gpu}"}},
+            line(pid, 13, "Stream #13(Compute)"),
+            line(pid, 14, "Stream #14(Compute)"),
+            line(pid, 2, "XLA Ops"),
         ]
+        for begin in (100.0 + gpu, 1100.0 + gpu):
+            events += [
+                kernel(begin, 10.0, "gather", "fusion.1"),
+                kernel(begin + 20.0, 30.0, "mosaic_gpu_experts", "custom-call.7"),
+                kernel(begin + 40.0, 20.0, "gemm", "custom-call.8", tid=14),
+                kernel(begin + 70.0, 5.0, "copy", "copy.3"),
+                kernel(begin, 75.0, "fusion.1", "fusion.1", tid=2),
+                kernel(begin + 80.0, 50.0, "fusion.1", "fusion.1", module="jit_other(3)"),
+            ]
     return events
 
 
@@ -166,6 +177,12 @@ def test_kernels_of_a_gpu_trace_are_told_apart_by_run_stream_and_module():
     assert spent.launches == {(stage, launches[stage]): (1, us) for stage, us in spent.microseconds.items()}
     # 100-110, 120-150 with 140-160 beside it, 170-175.
     assert (spent.busy, spent.span, spent.gaps) == (55.0, 75.0, 20.0)
+
+
+def test_devices_that_run_a_step_at_the_same_time_are_told_apart():
+    one, two = (kernels_by_run(gpu_events(gpus), "jit_decode_step") for gpus in (1, 2))
+    assert two[:2] == one and [[k.start for k in run] for run in two[2:]] == [[k.start + 1 for k in run] for run in one]
+    assert profile(two, operation_scopes(HLO)) == profile(one, operation_scopes(HLO))
 
 
 def test_a_trace_without_the_module_or_without_a_file_is_refused(tmp_path):
@@ -325,7 +342,7 @@ def test_random_caches_and_host_tables_hold_finite_records(tiny):
 @pytest.fixture
 def script(tmp_path, tiny, params, monkeypatch):
     """Runs it on the tiny model; returns what it wrote."""
-    monkeypatch.setattr(bench_steps, "random_params", lambda cfg, numerics, ranks: params)
+    monkeypatch.setattr(bench_steps, "random_params", lambda cfg, numerics, layout: params)
     (tmp_path / "config.json").write_text(json.dumps(tiny.to_dict()))
 
     def run(*arguments: str) -> dict:
@@ -361,7 +378,7 @@ def test_the_script_runs_all_chunks_behind_a_prefix_with_each_improvement_alone_
     seen = []
 
     class Lowered:
-        def __init__(self, params, cache, batch, cfg, numerics):
+        def __init__(self, params, cache, batch, cfg, numerics, layout):
             self.tables = "embed" in params["layers"][cfg.engram_layer_ids[0]]["engram"]
             self.replay, self.topk = batch.replay, kernel.topk_pallas.__name__
 

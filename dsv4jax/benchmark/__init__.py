@@ -1,1 +1,1 @@
-"""What `scripts/bench_steps.py` is made of: random models and caches, one rank of many on one device, and reports."""
+"""What `scripts/bench_steps.py` and its like are made of: random models and caches, cases, measurements and reports."""

@@ -2,40 +2,47 @@
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jax.sharding import Sharding
+from jaxtyping import Array, Int
 
 from dsv4jax.cache import COMPRESSED_ENTRY, INDEX_KEY, WINDOW_KEY, Cache, CacheConfig, init_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
 from dsv4jax.packing import pack_params
-from dsv4jax.params import Params, abstract_params, named_leaves
+from dsv4jax.params import Params, abstract_params, in_memory, leaf_shardings, named_leaves
 from dsv4jax.quant import BLOCK
 from dsv4jax.weights import Fp8Weight
+from sharding import SINGLE, Layout
 
 
-def random_params(cfg: ModelConfig, numerics: Numerics, ranks: int = 1) -> Params:
-    """Parameters of roughly normal size, packed if `numerics` want it.
+def random_params(cfg: ModelConfig, numerics: Numerics, layout: Layout = SINGLE) -> Params:
+    """Parameters of roughly normal size on the devices of the layout, packed if `numerics` want it.
 
-    Args:
-      ranks: draw one rank's share of the experts of the backbone layers; everything else is whole.
+    Of emulated ranks, one rank's share of the experts is drawn; everything else is whole.
 
     Raises:
-      ValueError: the experts do not divide over the ranks.
+      ValueError: experts do not divide over the ranks.
     """
-    if cfg.n_routed_experts % ranks:
-        raise ValueError(f"ranks = {ranks}: must divide the {cfg.n_routed_experts} experts")
-    abstract = abstract_params(cfg)
+    ranks = layout.emulated_ranks
+    for name in ("n_routed_experts", "dspark_n_routed_experts"):
+        if getattr(cfg, name) % ranks:
+            raise ValueError(f"emulated_ranks = {ranks}: must divide {name} = {getattr(cfg, name)}")
+    abstract = in_memory(abstract_params(cfg), layout)
+    shardings = leaf_shardings(abstract, layout)
     leaves = []
     for i, (name, spec) in enumerate(named_leaves(abstract)):
+        draw = _drawing(shardings[name])
         if spec.derived:
-            leaves.append(jnp.arange(cfg.vocab_size, dtype=jnp.int32) % cfg.engram_compressed_vocab_size)
+            token_map = np.arange(cfg.vocab_size, dtype=np.int32) % cfg.engram_compressed_vocab_size
+            leaves.append(jax.device_put(token_map, shardings[name]))
             continue
         shape, experts = spec.shape, ".experts.*." in name
-        if experts and name.startswith("layers."):
+        if experts:
             shape = (shape[0] // ranks, *shape[1:])
         inputs = shape[-1] * {"F8_E8M0": BLOCK, "I8": 2}.get(spec.stored, 1)
         exponent = 127 + round(math.log2(inputs**-0.5 / (3 if experts else 64)))
@@ -43,12 +50,17 @@ def random_params(cfg: ModelConfig, numerics: Numerics, ranks: int = 1) -> Param
         mean, deviation = (1, 0.2) if one else (0, inputs**-0.5)
         if name.endswith(("gate.bias", "gate.bias_vl")):
             deviation = 0  # Even routing.
-        leaves.append(_draw(jax.random.key(i, impl="rbg"), shape, spec.stored, spec.dtype, exponent, mean, deviation))
+        leaves.append(draw(jax.random.key(i, impl="rbg"), shape, spec.stored, spec.dtype, exponent, mean, deviation))
     params = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-    return pack_params(params) if numerics.implementation == "pallas" else params
+    return pack_params(params, layout) if numerics.implementation == "pallas" else params
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "stored", "dtype"))
+@functools.cache
+def _drawing(sharding: Sharding) -> Callable[..., Array]:
+    """`_draw` on the devices of a sharding."""
+    return jax.jit(_draw, static_argnums=(1, 2, 3), out_shardings=sharding)
+
+
 def _draw(key, shape, stored, dtype, exponent, mean, deviation):
     """Codes of any value, scales around 2^(exponent - 127), or normal numbers."""
     if stored == "I8":
@@ -61,28 +73,36 @@ def _draw(key, shape, stored, dtype, exponent, mean, deviation):
     return (mean + deviation * normal).astype(dtype)
 
 
-def random_cache(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics) -> Cache:
-    """A cache whose records are those of normal vectors.
+def random_cache(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics, layout: Layout = SINGLE) -> Cache:
+    """A cache of all ranks whose records are those of normal vectors.
 
     Pools repeat a few random pages, so that large ones need little memory while they are made.
     """
-    cache = init_cache(cfg, cache_cfg, numerics)
+    cache = init_cache(cfg, cache_cfg, numerics, layout)
+
+    made = _drawing_records(layout.by_rank)
 
     def fill(record_format, arrays, n, seed):
-        def made(shape, key):
-            drawn = min(shape[0], 1024)
-            records = record_format.store(jax.random.normal(key, (drawn, shape[1], n), numerics.dtype), numerics)
-            return records[jnp.arange(shape[0]) % drawn]
-
-        made = jax.jit(made, static_argnums=0)
         keys = jax.random.split(jax.random.key(seed), len(arrays))
-        return tuple(made(a.shape[:2], key) for a, key in zip(arrays, keys, strict=True))
+        return tuple(made(key, record_format, a.shape[:2], n, numerics) for a, key in zip(arrays, keys, strict=True))
 
     return cache.replace(
         entries=fill(COMPRESSED_ENTRY, cache.entries, cfg.head_dim, 0),
         index_keys=fill(INDEX_KEY, cache.index_keys, cfg.index_head_dim, 1),
         windows=fill(WINDOW_KEY, cache.windows, cfg.head_dim, 2),
+        draft_windows=fill(WINDOW_KEY, cache.draft_windows, cfg.head_dim, 3),
     )
+
+
+@functools.cache
+def _drawing_records(sharding: Sharding | None) -> Callable[..., Array]:
+    return jax.jit(_draw_records, static_argnums=(1, 2, 3, 4), out_shardings=sharding)
+
+
+def _draw_records(key, record_format, shape, n, numerics):
+    drawn = min(shape[0], 1024)
+    records = record_format.store(jax.random.normal(key, (drawn, shape[1], n), numerics.dtype), numerics)
+    return records[jnp.arange(shape[0]) % drawn]
 
 
 class RandomHostTables:

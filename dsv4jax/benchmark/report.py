@@ -1,11 +1,85 @@
-"""A step's stages beside their floors, as table and as picture."""
+"""What benchmarks report: files that grow row by row, tables, a step's stages beside their floors, reliability."""
 
 import dataclasses
-from collections.abc import Mapping
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
 
 from dsv4jax.benchmark.costs import Cost
 from dsv4jax.benchmark.trace import OTHER, STAGES, Profile
+from dsv4jax.draft_statistics import BINS, DraftStatistics
+
+
+class Report:
+    """A JSON file that is whole after every row, so that a run that is cut short has written what it measured."""
+
+    def __init__(self, path: str, **head: Any):
+        devices = jax.devices()
+        self.contents: dict[str, Any] = {
+            "date": datetime.date.today().isoformat(),
+            "devices": [len(devices), devices[0].device_kind],
+            "jax": jax.__version__,
+            **head,
+        }
+        self._path = Path(path)
+        self._write()
+
+    def add(self, section: str, row: Mapping[str, Any]) -> None:
+        """Adds a row, writes the file and prints the row."""
+        self.contents.setdefault(section, []).append(dict(row))
+        self._write()
+        shown = (f"{name} {_text(value)}" for name, value in row.items() if not isinstance(value, (list, dict)))
+        print(f"{section}: {', '.join(shown)}", flush=True)
+
+    def attempt(self, section: str, names: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> None:
+        """Adds the row `names` with what `measure` returns; if it fails, with its error, so that others can follow."""
+        try:
+            row = measure()
+        except Exception as error:
+            row = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"}
+        self.add(section, {**names, **row})
+
+    def _write(self) -> None:
+        self._path.write_text(json.dumps(self.contents, indent=1) + "\n", encoding="utf-8")
+
+
+def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows in aligned columns, one for each name that any row has; lists and the likes are left out."""
+    names = list(dict.fromkeys(n for row in rows for n, value in row.items() if not isinstance(value, (list, dict))))
+    lines = [names, *([_text(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:100]
+
+
+def reliability(statistics: DraftStatistics) -> list[dict[str, Any]]:
+    """Reliability table of the confidence head, a row per bin with drafts in it.
+
+    `survival` is the bin, `predicted` the mean survival there, that is the probability that a draft and all before it
+    stand, and `accepted` the share that stood: they are equal for a head that knows. Where drafts are chosen by their
+    confidences, only those that were chosen count.
+    """
+    verified, accepted = np.asarray(statistics.bin_verified), np.asarray(statistics.bin_accepted)
+    predicted = np.asarray(statistics.predicted)
+    return [
+        {
+            "survival": f"{i / BINS:.1f} to {(i + 1) / BINS:.1f}",
+            "drafts": int(verified[i]),
+            "predicted": float(predicted[i] / verified[i]),
+            "accepted": float(accepted[i] / verified[i]),
+        }
+        for i in range(BINS)
+        if verified[i]
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

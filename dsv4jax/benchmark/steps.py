@@ -1,6 +1,7 @@
 """Steps to time: their batches, programs and measurements."""
 
 import dataclasses
+import functools
 import os
 import statistics
 import tempfile
@@ -19,6 +20,7 @@ from dsv4jax.batch import (
     PrefillChunk,
     Replay,
     StepBatch,
+    concatenate_batches,
     decode_batch,
     prefill_batch,
 )
@@ -31,6 +33,7 @@ from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling_settings import RequestSampling
 from dsv4jax.steps import StepOutput, decode_step, prefill_step
+from sharding import SINGLE, Layout
 
 PAGE = 64
 TILE = 64
@@ -48,10 +51,36 @@ class StepCase:
     batch: StepBatch
     shape: StepShape
 
-    def lower(self, params: Params, cfg: ModelConfig, numerics: Numerics) -> jax.stages.Lowered:
-        """The step, traced for these parameters."""
-        cache = jax.eval_shape(lambda: init_cache(cfg, self.cache_cfg, numerics))
-        return self.step.lower(params, cache, self.batch, cfg=cfg, numerics=numerics)
+    def lower(
+        self, params: Params, cfg: ModelConfig, numerics: Numerics, layout: Layout = SINGLE
+    ) -> jax.stages.Lowered:
+        """The step, traced for these parameters; every rank of the layout runs such a batch."""
+        cache = cache_shapes(cfg, self.cache_cfg, numerics, layout)
+        return self.step.lower(params, cache, self.on_all_ranks(layout), cfg=cfg, numerics=numerics, layout=layout)
+
+    def on_all_ranks(self, layout: Layout) -> StepBatch:
+        """The batch for each rank of the layout, on its devices; no two have the same tokens in the same places."""
+        batches = [self.batch.replace(tokens=np.roll(self.batch.tokens, rank)) for rank in range(layout.ranks)]
+        return layout.put(concatenate_batches(batches))
+
+
+def cache_shapes(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics, layout: Layout = SINGLE) -> Cache:
+    """Shapes of the cache of all ranks, sharded as on the devices."""
+    shapes = jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics, layout))
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.by_rank), shapes)
+
+
+def numbers_of(flag: str, text: str, counts: tuple[int, ...]) -> list[int]:
+    """The numbers of a flag's value, which are separated by x and as many as one of `counts` says.
+
+    Raises:
+      ValueError: they are not.
+    """
+    numbers = text.split("x")
+    if len(numbers) not in counts or not all(number.isdecimal() and int(number) for number in numbers):
+        wanted = " or ".join("x".join("N" * count) for count in counts)
+        raise ValueError(f"--{flag}={text}: must be {wanted}, whole numbers of at least 1")
+    return [int(number) for number in numbers]
 
 
 def decode_case(cfg: ModelConfig, requests: int, tokens: int, context: int, ranks: int = 1) -> StepCase:
@@ -103,12 +132,66 @@ def compile_all(lowered: Sequence[jax.stages.Lowered], options: Mapping[str, Any
         return list(pool.map(lambda one: one.compile(compiler_options=dict(options) if options else None), lowered))
 
 
+def compile_apart(
+    lowerings: Mapping[Any, Callable[[], jax.stages.Lowered]], options: Mapping[Any, Mapping[str, Any]] | None = None
+) -> dict[Any, Any]:
+    """Each program, or the exception that its lowering or compilation raised.
+
+    Lowered one after the other, always in the same order: a persistent cache finds programs with kernels by it.
+
+    Args:
+      options: of some of them, in the place of some of `step_flags.STEP_OPTIONS`.
+    """
+    options = options or {}
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        futures = {key: pool.submit(_compiled, _caught(lower), options.get(key)) for key, lower in lowerings.items()}
+        return {key: future.result() for key, future in futures.items()}
+
+
+def _compiled(lowered: jax.stages.Lowered | Exception, options: Mapping[str, Any] | None) -> Any:
+    if isinstance(lowered, Exception):
+        return lowered
+    return _caught(lambda: lowered.compile(compiler_options=dict(options) if options else None))
+
+
+def _caught(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+def use_compilation_cache(directory: str | None) -> None:
+    """Keeps every compiled program in a directory, where later runs of the same command find it; None keeps none."""
+    if directory is not None:
+        jax.config.update("jax_compilation_cache_dir", directory)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def seconds_per_call(call: Callable[[], Any], repeats: int, rounds: int = 3) -> float:
+    """Median over rounds of the time of a call, of `repeats` sent one after the other; the first ones do not count."""
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            result = call()
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - begin) / repeats)
+    return statistics.median(times)
+
+
 def time_step(
     program: Any, params: Params, cache: Cache, batch: StepBatch, repeats: int
 ) -> tuple[float, float, StepOutput]:
     """Seconds of a step: median of calls that are waited for, and average of calls sent one after the other; and the
-    last output."""
-    batch = jax.device_put(batch)
+    last output.
+
+    Args:
+      batch: on the host, or on the devices of a layout.
+    """
+    batch = _on_device(batch)
     cache, output = program(params, cache, batch)
     jax.block_until_ready(output.tokens)
     times = []
@@ -124,13 +207,20 @@ def time_step(
     return statistics.median(times), (time.perf_counter() - begin) / repeats, output
 
 
-def profile_step(program: Any, params: Params, cache: Cache, batch: StepBatch, steps: int = 3) -> Profile:
-    """Time per stage, averaged over some steps; the program is one without command buffers.
+def _on_device(batch: StepBatch) -> StepBatch:
+    """The batch on the default device, unless it is on others already."""
+    return jax.tree.map(lambda a: a if isinstance(a, jax.Array) else jax.device_put(a), batch)
+
+
+def profile_step(
+    program: Any, params: Params, cache: Cache, batch: StepBatch, steps: int = 3, devices: int = 1
+) -> Profile:
+    """Time per stage, averaged over some steps and the devices; the program is one without command buffers.
 
     Raises:
       RuntimeError: the runs of the step cannot be told apart in the trace.
     """
-    batch, text = jax.device_put(batch), program.as_text()
+    batch, text = _on_device(batch), program.as_text()
     cache, output = program(params, cache, batch)
     jax.block_until_ready((cache, output))
     with tempfile.TemporaryDirectory() as directory:
@@ -139,9 +229,9 @@ def profile_step(program: Any, params: Params, cache: Cache, batch: StepBatch, s
                 cache, output = program(params, cache, batch)
                 jax.block_until_ready((cache, output))
         runs = read_trace(directory, text.split(",", 1)[0].removeprefix("HloModule "))
-    if len(runs) != steps:
+    if len(runs) != steps * devices:
         raise RuntimeError(
-            f"the trace shows {len(runs)} runs of the step, not {steps}: its first kernel is launched often"
+            f"the trace shows {len(runs)} runs of the step, not {steps * devices}: its first kernel is launched often"
         )
     return profile(runs, operation_paths(text))
 

@@ -12,6 +12,7 @@ import gzip
 import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 STAGES = (
     "embed", "engram", "hyper_connections", "compress", "attention_input", "index_select", "sparse_attention",
@@ -34,7 +35,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What the steps of a trace spent, per step."""
+    """What the steps of a trace spent, per step and device."""
 
     microseconds: Mapping[str, float]
     """Of the kernels of each stage; of kernels that run at the same time each counts."""
@@ -54,7 +55,7 @@ class Profile:
 
 
 def read_trace(directory: str, module: str) -> list[list[Kernel]]:
-    """The kernels of each run of an HLO module, from what `jax.profiler.trace(directory)` wrote.
+    """The kernels of each run of an HLO module on each device, from what `jax.profiler.trace(directory)` wrote.
 
     On a GPU the events of its streams; on a CPU those of its threads. A device whose events do not number their runs
     must have launched the same kernels in each: runs are then told apart by the first kernel's operation.
@@ -71,14 +72,14 @@ def read_trace(directory: str, module: str) -> list[list[Kernel]]:
 
 def kernels_by_run(events: Sequence[Mapping], module: str) -> list[list[Kernel]]:
     """As `read_trace`, from the events of a trace."""
-    processes, threads = {}, {}
+    processes, threads = {}, {}  # Each GPU is a process.
     for event in events:
         if event.get("ph") == "M" and event["name"] == "process_name":
             processes[event["pid"]] = event["args"]["name"]
         if event.get("ph") == "M" and event["name"] == "thread_name":
             threads[event["pid"], event["tid"]] = event["args"]["name"]
     on_gpu = any(name.startswith("/device:GPU") for name in processes.values())
-    found = []
+    found = collections.defaultdict(list)
     for event in events:
         arguments = event.get("args", {})
         if event.get("ph") != "X" or arguments.get("hlo_module", "").partition("(")[0] != module:
@@ -87,9 +88,14 @@ def kernels_by_run(events: Sequence[Mapping], module: str) -> list[list[Kernel]]
         if on_gpu and not (process.startswith("/device:GPU") and "Stream" in thread):
             continue
         kernel = Kernel(event["name"], arguments.get("hlo_op", ""), float(event["ts"]), float(event.get("dur", 0)))
-        found.append((arguments.get("run_id"), kernel))
+        found[event["pid"]].append((arguments.get("run_id"), kernel))
     if not found:
         raise ValueError(f"the trace has no kernel of module {module!r}")
+    return [run for pid in sorted(found) for run in _runs_of_device(found[pid])]
+
+
+def _runs_of_device(found: list[tuple[Any, Kernel]]) -> list[list[Kernel]]:
+    """The kernels of one device by run."""
     found.sort(key=lambda item: item[1].start)
     if all(run is not None for run, _ in found):
         runs = collections.defaultdict(list)

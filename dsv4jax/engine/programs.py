@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float32
 from tqdm import tqdm
 
 from dsv4jax.batch import (
@@ -154,6 +155,7 @@ class Programs:
         token_map: np.ndarray | None = None,
         params: Params | None = None,
         expert_slots: int | None = None,
+        forced_acceptance: Float32[np.ndarray, " drafts"] | None = None,
         progress: bool = True,
     ):
         """Compiles.
@@ -165,6 +167,7 @@ class Programs:
           params: parameters whose shapes to compile for; None for those of a checkpoint, packed if `numerics` want it.
           expert_slots: of each rank, for the experts of a backbone layer; the steps of these then take an
             `ExpertPlacement`. None for experts that stay where they are.
+          forced_acceptance: for benchmarks only, of every step with drafts; see `speculative_step`.
         """
         self.cfg, self.cache_cfg, self.buckets, self.numerics = cfg, cache_cfg, buckets, numerics
         self.layout, self.tables, self._token_map = layout, tables, token_map
@@ -175,6 +178,7 @@ class Programs:
         self._nothing = {b: self.batch([], b) for b in buckets.steps}
         # Until they are measured, all totals cost the same: then every draft that may be accepted is verified.
         self._step_seconds = {b: np.ones(b.requests * b.tokens_per_request + 1, np.float32) for b in buckets.verify}
+        self._forced = {} if forced_acceptance is None else {"forced_acceptance": forced_acceptance}
         static: dict[str, Any] = {"cfg": cfg, "numerics": numerics, "layout": layout}
         placement = {} if expert_slots is None else {"placement": _placement_shapes(cfg, layout, expert_slots)}
         jobs: dict[Any, Callable[[], Any]] = {
@@ -184,7 +188,7 @@ class Programs:
             batches = _shapes(concatenate_batches([batch] * layout.ranks), layout)
             options = {} if isinstance(bucket, DraftBucket) else dict(placement)
             if bucket in self._step_seconds:
-                options["step_seconds"] = self._step_seconds[bucket]
+                options |= {"step_seconds": self._step_seconds[bucket], **self._forced}
             jobs[bucket] = functools.partial(_lower, _step(bucket), params, cache, batches, **options, **static)
         row = np.int32(0), *request_rows(np.zeros(1, np.int32), (), {}, cfg.vocab_size), np.int32(1)
         start = _shapes(self.start_rows([row] * layout.ranks), layout)
@@ -206,7 +210,7 @@ class Programs:
         """The program of a bucket: of (params, cache, batch), with `expert_slots` also of the keyword `placement`."""
         program = self._compiled[bucket]
         costs = self._step_seconds.get(bucket)
-        return program if costs is None else functools.partial(program, step_seconds=costs)
+        return program if costs is None else functools.partial(program, step_seconds=costs, **self._forced)
 
     def set_costs(self, bucket: DecodeBucket, seconds: Mapping[int, float]) -> None:
         """Sets what steps with drafts cost, by which they choose how many drafts to verify.

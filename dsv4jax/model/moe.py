@@ -135,7 +135,7 @@ class MoE(nnx.Module):
             if one_by_one:
                 return expert_outputs(x, experts, weights, valid, *stacks, limit=self.limit, numerics=numerics)
             return moe_experts(
-                x, experts, weights, valid, *stacks, limit=self.limit, numerics=numerics, ranks=devices.devices
+                x, experts, weights, valid, *stacks, limit=self.limit, numerics=numerics, ranks=devices.expert_devices
             )
 
         local = jax.tree.leaves(stacks)[0].shape[0]

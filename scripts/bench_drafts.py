@@ -1,0 +1,220 @@
+"""Times drafting and verifying with synthetic acceptance, beside plain decoding.
+
+    python scripts/bench_drafts.py --output drafts.json
+    python scripts/bench_drafts.py --requests 1,64 --acceptance 0.9,0.8,0.7,0.6,0.5 --output drafts.json
+
+One device in the place of one rank of `--ranks`, with random weights at released widths and a cache of random records;
+what the links between devices would take is not in the times. For each number of requests: plain decoding, a draft
+round alone, steps with fixed numbers of drafts, and steps that choose how many to verify by costs measured in the same
+run. What is verified, accepted and drafted is computed as in serving; then draft j is accepted with the probability
+that `--acceptance` gives it, and confidences say so. The time of verification is that of a step without its draft
+round.
+
+Reliability tables say how well confidences predicted acceptance: once without synthetic acceptance, which with random
+weights says nothing about the released model, and once with it, where both columns must agree.
+
+The JSON file is whole after every row. What fails is a row with its error, and the rest follows.
+"""
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from dsv4jax.benchmark.drafts import DraftCase, mean_length
+from dsv4jax.benchmark.host_gap import host_gap
+from dsv4jax.benchmark.random_state import random_params
+from dsv4jax.benchmark.report import Report, reliability, text_table
+from dsv4jax.benchmark.steps import PAGE, compile_apart, use_compilation_cache
+from dsv4jax.checkpoint.reduced_config import reduced_config
+from dsv4jax.config import ModelConfig
+from dsv4jax.implementation import with_implementation
+from dsv4jax.numerics import FAST, Numerics
+from dsv4jax.params import Params
+from sharding import Layout, emulated_rank
+
+_REQUESTS = flags.DEFINE_list("requests", ["1", "8", "16", "64"], "Requests of the rank.")
+_FIXED = flags.DEFINE_list("fixed", ["3", "5"], "Fixed numbers of drafts; adaptive steps verify up to the largest.")
+_ACCEPTANCE = flags.DEFINE_multi_string(
+    "acceptance",
+    ["0.8,0.7,0.6,0.5,0.4"],
+    "Probability that each draft is accepted if those before it are; may be repeated for several laws.",
+)
+_CONTEXT = flags.DEFINE_integer("context", 131072, "Tokens of each request in the cache.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the requests; 0 is greedy.", lower_bound=0.0)
+_NOISE = flags.DEFINE_enum("noise", "shared", ["shared", "own"], "See `CacheConfig.drafts`.")
+_LAYERS = flags.DEFINE_integer("layers", 40, "Layers of the reduced released configuration, 6 to 40.")
+_MODEL = flags.DEFINE_string("model", None, "Directory with the config.json of another model, in place of these sizes.")
+_RANKS = flags.DEFINE_integer("ranks", 8, "Ranks of which the device emulates one.", lower_bound=1)
+_ENGRAM = flags.DEFINE_integer("engram_vocab_size", 100_000, "Where the prime search for the Engram tables starts.")
+_IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
+)
+_ENGINE = flags.DEFINE_multi_integer("engine_requests", [], "Also the host gap of an engine with so many requests.")
+_STEPS = flags.DEFINE_integer("engine_steps", 60, "Steps of the engine that are timed.", lower_bound=2)
+_REPEATS = flags.DEFINE_integer("repeats", 20, "Timed steps per point.", lower_bound=1)
+_CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
+
+
+def numbers(name: str, values: list[str], least: float, most: float) -> list[float]:
+    """The numbers of a flag, each within bounds."""
+    try:
+        found = [float(value) for value in values]
+    except ValueError:
+        found = []
+    if not found or any(not least <= number <= most for number in found):
+        raise app.UsageError(f"--{name}={','.join(values)}: must be numbers from {least:g} to {most:g}")
+    return found
+
+
+def measure_load(
+    report: Report, case: DraftCase, programs: dict[str, Any], params: Params, laws: list[np.ndarray]
+) -> None:
+    """All rows of one number of requests."""
+    names, seconds = {"requests": case.requests}, {}
+
+    def program(way: str) -> Any:
+        if isinstance(programs[way], Exception):
+            raise programs[way]
+        return programs[way]
+
+    def plain() -> dict[str, Any]:
+        seconds["plain"] = case.plain_seconds(program("plain"), params)
+        return {"milliseconds": seconds["plain"] * 1e3, "tokens_per_second": case.requests / seconds["plain"]}
+
+    def draft() -> dict[str, Any]:
+        seconds["draft"] = case.draft_seconds(program("draft"), params)
+        return {"milliseconds": seconds["draft"] * 1e3}
+
+    report.attempt("steps", {**names, "drafts": "0"}, plain)
+    report.attempt("draft_rounds", names, draft)
+    if len(seconds) < 2:
+        return  # Nothing to hold the others against.
+
+    def speculate(way: str, law: np.ndarray, table: np.ndarray | None = None) -> dict[str, Any]:
+        run = case.speculate(program(way), params, way, law, table)
+        return {
+            "milliseconds": run.seconds * 1e3,
+            "draft_milliseconds": seconds["draft"] * 1e3,
+            "verify_milliseconds": (run.seconds - seconds["draft"]) * 1e3,
+            "tokens_per_request": run.tokens / case.requests,
+            "verified_per_request": run.verified / case.requests,
+            "tokens_per_second": run.tokens / run.seconds,
+            "times_plain_rate": run.tokens / run.seconds * seconds["plain"] / case.requests,
+            "times_plain_step": run.seconds / seconds["plain"],
+        }
+
+    def adaptive(law: np.ndarray) -> dict[str, Any]:
+        costs = case.costs(program("adaptive"), params, law, seconds["draft"])
+        row = speculate("adaptive", law, costs.table())
+        others = [
+            other["tokens_per_second"]
+            for other in report.contents["steps"]
+            if other["requests"] == case.requests and other.get("law", label) == label and "tokens_per_second" in other
+        ]
+        return row | {"times_best_fixed": row["tokens_per_second"] / max(others), "costs": dataclasses.asdict(costs)}
+
+    for law in laws:
+        label = " ".join(f"{p:g}" for p in law)
+        for k in case.fixed:
+            fixed = {**names, "drafts": str(k), "law": label, "expected_tokens": mean_length(law[:k])}
+            report.attempt("steps", fixed, functools.partial(speculate, str(k), law))
+        report.attempt("steps", {**names, "drafts": "adaptive", "law": label}, functools.partial(adaptive, law))
+
+    def tables() -> dict[str, Any]:
+        most = str(max(case.fixed))
+        found = {}
+        for name, law in (("random_weights", -np.ones_like(laws[0])), ("synthetic_acceptance", laws[0])):
+            found[name] = reliability(case.speculate(program(most), params, most, law).statistics)
+        return found
+
+    report.attempt("reliability", names, tables)
+
+
+def goals(report: Report) -> list[dict[str, Any]]:
+    """Whether a cycle of one request takes less than 1.35 plain steps, and choosing is within 3 % of the best."""
+    found = []
+    for row in report.contents.get("steps", []):
+        if row["requests"] == 1 and row["drafts"].isdecimal() and "times_plain_step" in row:
+            value, goal = row["times_plain_step"], f"1 request, {row['drafts']} drafts: cycle under 1.35 plain steps"
+            found.append({"goal": goal, "value": value, "met": value < 1.35})
+        if "times_best_fixed" in row:
+            value, goal = row["times_best_fixed"], f"{row['requests']} requests, {row['law']}: within 3 % of the best"
+            found.append({"goal": goal, "value": value, "met": value >= 0.97})
+    return found
+
+
+def run(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) -> None:
+    """Compiles everything, then measures one number of requests after the other."""
+    fixed = tuple(int(k) for k in numbers("fixed", _FIXED.value, 1, cfg.dspark_block_size))
+    laws = [np.float32(numbers("acceptance", text.split(","), 0, 1)) for text in _ACCEPTANCE.value]
+    if any(len(law) < max(fixed) for law in laws):
+        raise app.UsageError(f"--acceptance={_ACCEPTANCE.value}: every law must be for {max(fixed)} drafts")
+    laws = [law[: max(fixed)] for law in laws]
+    cases = [
+        DraftCase(
+            cfg, numerics, layout, int(n), _CONTEXT.value, fixed, _NOISE.value, _TEMPERATURE.value, _REPEATS.value
+        )
+        for n in numbers("requests", _REQUESTS.value, 1, 4096)
+    ]
+    begin = time.perf_counter()
+    params = jax.block_until_ready(random_params(cfg, numerics, layout))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    report.add("parameters", {"gibibytes": size / 2**30, "seconds": time.perf_counter() - begin})
+    begin = time.perf_counter()
+    programs = compile_apart(
+        {(case.requests, way): functools.partial(case.lower, way, params) for case in cases for way in case.ways}
+    )
+    report.add("compilation", {"programs": len(programs), "seconds": time.perf_counter() - begin})
+    for case in cases:
+        measure_load(report, case, {way: programs[case.requests, way] for way in case.ways}, params, laws)
+    for requests in _ENGINE.value:
+        for drafts in (0, max(fixed)):
+            law = laws[0][:drafts] if drafts else None
+            measure = functools.partial(
+                host_gap, params, cfg, numerics, layout, requests=requests, steps=_STEPS.value, drafts=drafts,
+                forced_acceptance=law,
+            )  # fmt: skip
+            report.attempt("engine", {}, measure)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    use_compilation_cache(_CACHE.value)
+    if _MODEL.value:
+        cfg = ModelConfig.from_checkpoint(_MODEL.value)
+    else:
+        cfg = reduced_config(_LAYERS.value, engram_vocab_size=_ENGRAM.value)
+    numerics, why = with_implementation(FAST, _IMPLEMENTATION.value, cfg, PAGE)
+    report = Report(
+        _OUTPUT.value,
+        implementation=numerics.implementation,
+        layers=cfg.num_hidden_layers,
+        emulated_ranks=_RANKS.value,
+        context=_CONTEXT.value,
+        noise=_NOISE.value,
+        temperature=_TEMPERATURE.value,
+    )
+    print(f"{numerics.implementation}{f' ({why})' if why else ''}, one rank of {_RANKS.value}", flush=True)
+    run(report, cfg, numerics, emulated_rank(_RANKS.value))
+    for section in ("steps", "engine"):
+        if section in report.contents:
+            print(f"\n{section}\n{text_table(report.contents[section])}")
+    for row in report.contents.get("reliability", []):
+        for name in ("random_weights", "synthetic_acceptance"):
+            if name in row:
+                print(f"\nreliability, {row['requests']} requests, {name}\n{text_table(row[name])}")
+    if found := goals(report):
+        report.contents["goals"] = []
+        for row in found:
+            report.add("goals", row)
+
+
+if __name__ == "__main__":
+    app.run(main)

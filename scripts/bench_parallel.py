@@ -1,0 +1,284 @@
+"""Data-parallel attention and expert parallelism over the devices of this machine, beside one device.
+
+    python scripts/bench_parallel.py --output parallel.json
+    python scripts/bench_parallel.py --sections exchange --exchanges ragged --output ragged.json
+    python scripts/bench_parallel.py --sections steps --decode 64x1x4096 --prefill 2048 --profile --output steps.json
+
+Random weights at released widths. Three sections: the exchange of tokens alone, beside what plain collectives reach in
+the same run; whole steps, on one device with a rank's batch and with the batch of all ranks, and over all devices; and
+what the host costs a step of the engine over all devices. Routing is forced, see `dsv4jax.model.forced_routing`.
+
+The JSON file is whole after every row. What fails is a row with its error, and the rest follows.
+"""
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from dsv4jax.balance.metrics import uniform_balancedness
+from dsv4jax.benchmark.exchange import ExchangeCase, Links, measure_links
+from dsv4jax.benchmark.host_gap import host_gap
+from dsv4jax.benchmark.random_state import random_cache, random_params
+from dsv4jax.benchmark.report import Report, text_table
+from dsv4jax.benchmark.steps import (
+    PAGE,
+    StepCase,
+    compile_apart,
+    decode_case,
+    numbers_of,
+    prefill_case,
+    profile_step,
+    time_step,
+    use_compilation_cache,
+)
+from dsv4jax.checkpoint.reduced_config import reduced_config
+from dsv4jax.config import ModelConfig
+from dsv4jax.implementation import with_implementation
+from dsv4jax.model.forced_routing import ROUTINGS
+from dsv4jax.numerics import FAST, Numerics
+from dsv4jax.packing import param_shapes
+from dsv4jax.params import Params
+from dsv4jax.step_flags import NO_COMMAND_BUFFERS
+from sharding import SINGLE, Layout, decode_dep
+from sharding.layout import EXCHANGES
+
+_SECTIONS = flags.DEFINE_multi_enum(
+    "sections", ["exchange", "steps", "engine"], ["exchange", "steps", "engine"], "What to measure; may be repeated."
+)
+_DEVICES = flags.DEFINE_integer("devices", None, "Devices to use. Default: all there are.", lower_bound=2)
+_LAYERS = flags.DEFINE_integer("layers", 6, "Layers of the reduced released configuration, 6 to 40.")
+_MODEL = flags.DEFINE_string("model", None, "Directory with the config.json of another model, in place of these sizes.")
+_EXPERTS = flags.DEFINE_integer("experts", 384, "Routed experts per layer, of all ranks together.")
+_ENGRAM = flags.DEFINE_integer("engram_vocab_size", 100_000, "Where the prime search for the Engram tables starts.")
+_IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
+)
+_EXCHANGES = flags.DEFINE_multi_enum(
+    "exchanges", ["gather", "all_to_all"], EXCHANGES, "Ways of exchange to time alone; the first is that of the steps."
+)
+_EXCHANGE_TOKENS = flags.DEFINE_multi_integer(
+    "exchange_tokens", [16, 96, 384, 2048, 8192], "Tokens of each rank in exchanges alone, beside those of the steps."
+)
+_LINK = flags.DEFINE_integer("link_megabytes", 256, "Per device, of the collectives that measure the links.", 1)
+_DECODE = flags.DEFINE_list("decode", ["64x1x4096"], "Steps: requests per rank x tokens per request x context.")
+_PREFILL = flags.DEFINE_list("prefill", ["2048"], "Steps: tokens per rank.")
+_ROUTING = flags.DEFINE_multi_enum("routing", ["uniform", "skewed"], ROUTINGS, "Routings of the steps.")
+_PROFILE = flags.DEFINE_bool("profile", False, "Also the time of dispatch and combine within steps over all devices.")
+_REQUESTS = flags.DEFINE_multi_integer("engine_requests", [16], "Requests per rank in the engine.")
+_STEPS = flags.DEFINE_integer("engine_steps", 60, "Steps of the engine that are timed.", lower_bound=2)
+_REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls per point.", lower_bound=1)
+_CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedStep:
+    """A step on the devices of a layout."""
+
+    case: StepCase
+    layout: Layout
+    routing: str
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """What tells it from others; the step is what each rank runs."""
+        return {"step": self.case.name, "devices": self.layout.devices, "routing": self.routing}
+
+    def numerics(self, numerics: Numerics) -> Numerics:
+        """With the routing of this step."""
+        return dataclasses.replace(numerics, routing=self.routing)
+
+    def lower(self, cfg: ModelConfig, numerics: Numerics) -> jax.stages.Lowered:
+        """Its program, from shapes alone."""
+        numerics = self.numerics(numerics)
+        return self.case.lower(param_shapes(cfg, numerics, self.layout), cfg, numerics, self.layout)
+
+
+def placed_steps(cfg: ModelConfig, layout: Layout) -> list[PlacedStep]:
+    """Every step that the flags ask for: those of one device first."""
+    ranks, alone, together = layout.ranks, [], []
+    for routing in _ROUTING.value:
+        for text in _DECODE.value:
+            requests, tokens, context = numbers_of("decode", text, (3,))
+            alone += [
+                PlacedStep(decode_case(cfg, n, tokens, context), SINGLE, routing) for n in (requests, ranks * requests)
+            ]
+            together.append(PlacedStep(decode_case(cfg, requests, tokens, context, ranks), layout, routing))
+        for text in _PREFILL.value:
+            (tokens,) = numbers_of("prefill", text, (1,))
+            alone += [PlacedStep(prefill_case(cfg, n, 0, "exact"), SINGLE, routing) for n in (tokens, ranks * tokens)]
+            together.append(PlacedStep(prefill_case(cfg, tokens, 0, "exact", ranks), layout, routing))
+    return alone + together
+
+
+def measure_step(
+    placed: PlacedStep, program: Any, profiling: Any, params: Params, cfg: ModelConfig, numerics: Numerics, ranks: int
+) -> dict[str, Any]:
+    """Time of a step, and how even the load of so many ranks is that its tokens make."""
+    if isinstance(program, Exception):
+        raise program
+    case, layout = placed.case, placed.layout
+    batch = case.on_all_ranks(layout)
+
+    def cache():
+        return random_cache(cfg, case.cache_cfg, numerics, layout)
+
+    waited, sent, output = time_step(program, params, cache(), batch, _REPEATS.value)
+    load = np.asarray(output.expert_load)
+    by_rank, k = load.reshape(len(load), ranks, -1).sum(2), cfg.num_experts_per_tok
+    tokens = case.shape.tokens * layout.ranks
+    row = {
+        "tokens": tokens,
+        "milliseconds": sent * 1e3,
+        "milliseconds_waited_for": waited * 1e3,
+        "tokens_per_second": tokens / sent,
+        "balancedness": float(np.mean(by_rank.mean(1) / by_rank.max(1))),
+        "uniform_control": float(uniform_balancedness(load.sum(1) / k, k, cfg.n_routed_experts, ranks).mean()),
+        "experts_in_use": float((load > 0).sum(1).mean()),
+    }
+    if profiling is not None:
+        try:
+            if isinstance(profiling, Exception):
+                raise profiling
+            spent = profile_step(profiling, params, cache(), batch, devices=layout.devices)
+            row |= {f"{stage}_microseconds": spent.microseconds.get(stage, 0.0) for stage in ("dispatch", "combine")}
+            row |= {"busy_microseconds": spent.busy, "stages": dict(spent.microseconds)}
+        except Exception as error:  # The times above stand.
+            row["profile_error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"
+    return row
+
+
+def run(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) -> None:
+    """All sections, compiled together."""
+    sections, kind = _SECTIONS.value, _EXCHANGES.value[0]
+    layout = dataclasses.replace(layout, exchange=kind)
+    steps = placed_steps(cfg, layout) if "steps" in sections else []
+    exchanges: list[ExchangeCase] = []
+    if "exchange" in sections:
+        together = {step.case.shape.tokens for step in steps if step.layout.ranks > 1}
+        exchanges = [
+            ExchangeCase(dataclasses.replace(layout, exchange=exchange), tokens)
+            for exchange in _EXCHANGES.value
+            for tokens in sorted({*_EXCHANGE_TOKENS.value, *(together if exchange == kind else ())})
+        ]
+    begin = time.perf_counter()
+    lowerings = {case: functools.partial(case.lower, cfg) for case in exchanges}
+    lowerings |= {step: functools.partial(step.lower, cfg, numerics) for step in steps}
+    profiled = [s for s in steps if _PROFILE.value and s.layout.ranks > 1 and s.routing == _ROUTING.value[0]]
+    lowerings |= {("profiled", step): lowerings[step] for step in profiled}
+    programs = compile_apart(lowerings, {("profiled", step): NO_COMMAND_BUFFERS for step in profiled})
+    report.add("compilation", {"programs": len(programs), "seconds": time.perf_counter() - begin})
+
+    if exchanges:
+        run_exchanges(report, exchanges, programs, cfg, layout)
+    alone = {
+        row["tokens_per_rank"]: row["microseconds"] * cfg.num_hidden_layers / 1e3
+        for row in report.contents.get("exchange", [])
+        if row["exchange"] == kind and "microseconds" in row
+    }
+    for one in (SINGLE, layout):
+        engine = one == layout and "engine" in sections
+        if engine or any(step.layout == one for step in steps):
+            params = draw(report, cfg, numerics, one)
+            on_layout = [step for step in steps if step.layout == one]
+            run_steps(report, on_layout, programs, alone, params, cfg, numerics, layout, engine)
+            del params  # before others are drawn
+
+
+def run_steps(
+    report: Report,
+    steps: list[PlacedStep],
+    programs: dict[Any, Any],
+    exchange_alone: dict[int, float],
+    params: Params,
+    cfg: ModelConfig,
+    numerics: Numerics,
+    layout: Layout,
+    engine: bool,
+) -> None:
+    """The steps on the devices that hold the parameters, and the engine.
+
+    Args:
+      exchange_alone: milliseconds of a step's exchanges by themselves, by the tokens of a rank.
+      layout: of all devices.
+    """
+    for step in steps:
+        names = dict(step.names)
+        if step.layout.ranks > 1 and step.case.shape.tokens in exchange_alone:
+            names["exchange_alone_milliseconds"] = exchange_alone[step.case.shape.tokens]
+        profiling = programs.get(("profiled", step))
+        measure = functools.partial(measure_step, step, programs[step], profiling, params, cfg, numerics, layout.ranks)
+        report.attempt("steps", names, measure)
+    for requests in _REQUESTS.value if engine else ():
+        measure = functools.partial(host_gap, params, cfg, numerics, layout, requests=requests, steps=_STEPS.value)
+        report.attempt("engine", {"devices": layout.devices}, measure)
+
+
+def run_exchanges(
+    report: Report, cases: list[ExchangeCase], programs: dict[Any, Any], cfg: ModelConfig, layout: Layout
+) -> None:
+    """What plain collectives reach, then every case."""
+    links: Links | None = None
+
+    def measured() -> dict[str, float]:
+        nonlocal links
+        links = measure_links(layout, _LINK.value, _REPEATS.value)
+        gigabytes = {f"{name}_gigabytes_per_second": rate / 1e9 for name, rate in links.bandwidth.items()}
+        return gigabytes | {f"{name}_microseconds": seconds * 1e6 for name, seconds in links.latency.items()}
+
+    report.attempt("links", {"devices": layout.devices}, measured)
+    if links is None:
+        return
+    for case in cases:
+        measure = functools.partial(case.measure, programs[case], cfg, links, _REPEATS.value)
+        report.attempt("exchange", case.names, measure)
+
+
+def draw(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) -> Params:
+    """Random parameters on the devices of a layout."""
+    begin = time.perf_counter()
+    params = jax.block_until_ready(random_params(cfg, numerics, layout))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    seconds = time.perf_counter() - begin
+    report.add("parameters", {"devices": layout.devices, "gibibytes": size / 2**30, "seconds": seconds})
+    return params
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    use_compilation_cache(_CACHE.value)
+    layout = decode_dep(_DEVICES.value or len(jax.devices()))
+    if layout.devices < 2:
+        raise app.UsageError(f"--devices={layout.devices}: must be at least 2")
+    if _MODEL.value:
+        cfg = ModelConfig.from_checkpoint(_MODEL.value)
+    else:
+        cfg = reduced_config(
+            _LAYERS.value,
+            n_routed_experts=_EXPERTS.value,
+            engram_vocab_size=_ENGRAM.value,
+            dspark_n_routed_experts=8 * layout.devices,
+        )
+    numerics, why = with_implementation(FAST, _IMPLEMENTATION.value, cfg, PAGE)
+    report = Report(
+        _OUTPUT.value,
+        implementation=numerics.implementation,
+        modes=[cfg.mode(i) for i in range(cfg.num_hidden_layers)],
+        experts=cfg.n_routed_experts,
+        exchange_of_the_steps=_EXCHANGES.value[0],
+    )
+    print(f"{numerics.implementation}{f' ({why})' if why else ''}, {layout.devices} devices", flush=True)
+    run(report, cfg, numerics, layout)
+    for section in ("links", "exchange", "steps", "engine"):
+        if section in report.contents:
+            print(f"\n{section}\n{text_table(report.contents[section])}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,130 @@
+"""The measurement of drafting: forced confidences, reliability tables, and the script as a whole."""
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+from golden import drafting_model
+
+from dsv4jax.benchmark.report import Report, reliability, text_table
+from dsv4jax.checkpoint.random import random_params
+from dsv4jax.config import ModelConfig
+from dsv4jax.draft_statistics import step_statistics
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import bench_drafts
+
+
+def small_config() -> ModelConfig:
+    """Two layers and a draft stage."""
+    return dataclasses.replace(
+        drafting_model().cfg,
+        num_hidden_layers=2,
+        num_nextn_predict_layers=1,
+        compress_ratios=(2, 1, 0),
+        kv_source_layer_ids=(0, 1),
+        index_source_layer_ids=(0, 1),
+        candidate_source_layer_id=1,
+        engram_layer_ids=(0,),
+        dspark_target_layer_ids=(0, 1),
+        dspark_n_routed_experts=8,
+        hc_sinkhorn_iters=2,
+    )
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Runs it on the small model; returns what it wrote."""
+    monkeypatch.setattr(bench_drafts, "random_params", lambda cfg, numerics, layout: random_params(cfg, 3))
+    (tmp_path / "config.json").write_text(json.dumps(small_config().to_dict()))
+
+    def run(*arguments: str) -> dict:
+        output = tmp_path / "out.json"
+        given = [f"--model={tmp_path}", f"--output={output}", "--implementation=reference", "--ranks=1", *arguments]
+        with flagsaver.flagsaver():
+            flags.FLAGS(["bench", *given])
+            bench_drafts.main(["bench"])
+        return json.loads(output.read_text())
+
+    return run
+
+
+@pytest.mark.timeout(300)
+def test_the_script_times_plain_fixed_and_adaptive_steps_and_judges_them(script, capsys):
+    report = script("--requests=1", "--fixed=2", "--acceptance=1,1", "--context=40", "--repeats=3")
+    plain, fixed, adaptive = report["steps"]
+    assert [row["drafts"] for row in report["steps"]] == ["0", "2", "adaptive"]
+    assert not any("error" in row for section in ("steps", "draft_rounds", "reliability") for row in report[section])
+    # Everything is accepted: three tokens a step.
+    assert fixed["tokens_per_request"] == 3 == fixed["expected_tokens"] and fixed["verified_per_request"] == 2
+    assert fixed["times_plain_step"] == pytest.approx(fixed["milliseconds"] / plain["milliseconds"])
+    assert fixed["times_plain_rate"] == pytest.approx(fixed["tokens_per_second"] / plain["tokens_per_second"])
+    assert fixed["verify_milliseconds"] + fixed["draft_milliseconds"] == pytest.approx(fixed["milliseconds"])
+    assert adaptive["costs"]["tokens"] == [1, 2, 3] and 1 <= adaptive["tokens_per_request"] <= 3
+    best = max(plain["tokens_per_second"], fixed["tokens_per_second"])
+    assert adaptive["times_best_fixed"] == pytest.approx(adaptive["tokens_per_second"] / best)
+    (tables,) = report["reliability"]
+    assert tables["synthetic_acceptance"] == [
+        {"survival": "0.9 to 1.0", "drafts": 6, "predicted": 1.0, "accepted": 1.0}
+    ]
+    assert sum(row["drafts"] for row in tables["random_weights"]) == 6
+    goals = {row["goal"]: row for row in report["goals"]}
+    cycle = goals["1 request, 2 drafts: cycle under 1.35 plain steps"]
+    assert cycle["value"] == fixed["times_plain_step"] and cycle["met"] == (cycle["value"] < 1.35)
+    assert goals["1 requests, 1 1: within 3 % of the best"]["value"] == adaptive["times_best_fixed"]
+    assert "reliability, 1 requests, random_weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--acceptance=0.5", "every law must be for 2 drafts"),
+        ("--acceptance=0.5,1.5", "--acceptance=0.5,1.5: must be numbers from 0 to 1"),
+        ("--fixed=9", "--fixed=9: must be numbers from 1 to 4"),
+        ("--requests=none", "--requests=none: must be numbers from 1 to 4096"),
+    ],
+)
+def test_the_script_refuses_by_name_what_it_cannot_run(script, argument, message):
+    with pytest.raises(Exception, match=re.escape(message)):
+        script("--fixed=2", argument)
+
+
+def test_a_reliability_table_shows_what_was_predicted_and_what_came_of_it():
+    def logit(p):
+        return np.log(p / (1 - p))
+
+    # Survivals 0.8 and 0.4 of each request; the first accepts both, the second none, the third is padding.
+    confidences = np.tile(logit(np.float32([0.8, 0.5])), (3, 1))
+    counts, accepted, valid = np.int32([2, 2, 2]), np.int32([2, 0, 2]), np.array([True, True, False])
+    table = reliability(step_statistics(*map(jnp.asarray, (confidences, counts, accepted, valid))))
+    assert [(row["survival"], row["drafts"], row["accepted"]) for row in table] == [
+        ("0.4 to 0.5", 2, 0.5),
+        ("0.8 to 0.9", 2, 0.5),
+    ]
+    np.testing.assert_allclose([row["predicted"] for row in table], [0.4, 0.8], rtol=1e-5)
+
+
+def test_a_report_is_whole_after_every_row_and_goes_on_after_a_failure(tmp_path):
+    path = tmp_path / "report.json"
+    report = Report(str(path), layers=2)
+
+    def fails():
+        raise RuntimeError("out of memory")
+
+    report.attempt("steps", {"step": "a"}, fails)
+    report.attempt("steps", {"step": "b"}, lambda: {"milliseconds": 1.23456, "costs": {"tokens": [1]}})
+    written = json.loads(path.read_text())
+    assert written["layers"] == 2 and written["devices"][0] >= 1
+    assert written["steps"] == [
+        {"step": "a", "error": "RuntimeError: out of memory"},
+        {"step": "b", "milliseconds": 1.23456, "costs": {"tokens": [1]}},
+    ]
+    lines = text_table(written["steps"]).splitlines()
+    assert lines[0].split() == ["step", "error", "milliseconds"] and lines[2].split() == ["b", "1.235"]
