@@ -2,12 +2,10 @@
 
 They are given to `jax.jit`, so no environment variable is needed, and each applies to its platform alone: options that
 begin with `xla_gpu_` mean nothing to a CPU. `scripts/bench_steps.py --check_flags` compares outputs and times under
-`VARIANTS`.
+`VARIANTS`, and `--profile` times every step also with `COMMAND_BUFFERS`.
 """
 
 from collections.abc import Mapping
-
-import jax
 
 COMMAND_BUFFERS: Mapping[str, str | int] = {
     "xla_gpu_enable_command_buffer": (
@@ -15,32 +13,24 @@ COMMAND_BUFFERS: Mapping[str, str | int] = {
     ),
     "xla_gpu_graph_min_graph_size": 1,
 }
-"""The whole step as CUDA graphs, kernels and branches included: 40 toy layers of 480 kernels took 3.1 ms instead of
-3.7 ms by default and 4.7 ms without graphs (one H200, JAX 0.11.2). Collectives stay outside: alone in a graph they took
-longer."""
-
-SKIP_TEMP: Mapping[str, str] = {"xla_gpu_command_buffer_update_mode": "SKIP_TEMP"}
-"""Graphs are not updated where only temporary buffers may have moved: 1.6 ms for the same step. SKIP_PROFILED takes
-14 ms. JAX 0.10.2 does not know it."""
-
-NO_COMMAND_BUFFERS: Mapping[str, str] = {"xla_gpu_enable_command_buffer": ""}
-"""Every kernel is launched by itself, which a profile can attribute to its operation."""
+"""The whole step as CUDA graphs, kernels and branches included. Whenever a buffer has moved, as each step's outputs do,
+XLA records the kernels of a graph anew: a decode step of 40 layers took 40 ms instead of 25 (one H200, JAX 0.11.2; also
+with xla_gpu_command_buffer_update_mode=SKIP_TEMP)."""
 
 STEP_OPTIONS: Mapping[str, str | int | bool] = {
     # By default XLA drops a rounding to a narrow type that is followed by a widening: these are part of the model.
     "xla_allow_excess_precision": False,
-    **COMMAND_BUFFERS,
-    **(SKIP_TEMP if jax.__version_info__ >= (0, 11) else {}),
+    # Every kernel is launched by itself, which a profile can also attribute to its operation.
+    "xla_gpu_enable_command_buffer": "",
 }
 """What `dsv4jax.steps` compiles with. `Lowered.compile(compiler_options=...)` overrides single ones."""
 
 VARIANTS: Mapping[str, Mapping[str, str | int]] = {
-    "no command buffers": NO_COMMAND_BUFFERS,
     "in force": {},
-    "graphs without kernels of our own": {
+    "command buffers": COMMAND_BUFFERS,
+    "command buffers without kernels of our own": {
         "xla_gpu_enable_command_buffer": COMMAND_BUFFERS["xla_gpu_enable_command_buffer"].replace("CUSTOM_CALL,", "")
     },
-    "always updated": {"xla_gpu_command_buffer_update_mode": "ALWAYS_UPDATE"},
 }
 """Overrides of `STEP_OPTIONS` whose outputs must be the same, bit for bit; the first is what the others are held
 against."""

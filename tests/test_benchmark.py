@@ -279,8 +279,6 @@ def test_table_and_picture_show_every_stage_with_its_share_of_the_floor():
 
 def test_the_flags_of_the_steps_are_known_to_xla():
     for name, options in VARIANTS.items():
-        if "xla_gpu_command_buffer_update_mode" in options and jax.__version_info__ < (0, 11):
-            continue
         compiled = jax.jit(lambda x: x + 1, compiler_options=dict(STEP_OPTIONS) | dict(options))
         assert compiled(1) == 2, name
     with pytest.raises(Exception, match="NOTHING"):

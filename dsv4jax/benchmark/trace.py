@@ -1,8 +1,7 @@
 """Time per stage of a step from a trace of JAX's profiler.
 
 A stage is a `jax.named_scope` of the model. A trace names the HLO operation of each kernel, and the compiled program
-the scopes of each operation. Kernels in command buffers are not named: programs to be attributed are compiled with
-`step_flags.NO_COMMAND_BUFFERS`.
+the scopes of each operation. Kernels in command buffers are not named: see `step_flags`.
 """
 
 import collections
