@@ -20,9 +20,11 @@ from pallas_kernels.device import hopper_obstacle
 from pallas_kernels.index_select import reference
 from pallas_kernels.index_select.pack import COLUMNS, DIM, HEADS
 from pallas_kernels.index_select.pack_kernel import pack_queries
-from pallas_kernels.index_select.scores import ENTRIES, RECORD, default_tiling, scores
+from pallas_kernels.index_select.scores import BLOCK, ENTRIES, RECORD, default_tiling, scores
 from pallas_kernels.topk.kernel import MAX_K, WIDTH, topk_pallas
 
+MANY_ENTRIES = 1 << 16
+"""From here on the maxima of blocks are stored instead of scores, and the entries of the best blocks scored again."""
 SCORE_BYTES = 1 << 30
 """Scores that exist at a time."""
 
@@ -67,26 +69,36 @@ def index_select(
         inside = jnp.clip(visible[:, None] - first, 0, block_size)
         seen = jnp.sum(jnp.where(candidates < 0, 0, inside), 1, dtype=jnp.int32)
     groups = q.shape[0] // queries
+    entries = table.shape[1] * pool.shape[1]
+    by_maxima = candidates is None and block_size == BLOCK and pool.shape[1] % BLOCK == 0 and entries >= MANY_ENTRIES
     width = -(-table.shape[1] * pool.shape[1] // WIDTH) * WIDTH
 
     def some(groups):
         q, weights, table, seen = groups
-        found = scores(
-            pool, table, seen.max(1), *pack_queries(q, weights), width, default_tiling(q.shape[0], queries, width)
-        )
+        packed, tiling = pack_queries(q, weights), default_tiling(q.shape[0], queries, width)
+        found = scores(pool, table, seen, *packed, width, tiling, maxima=by_maxima)
         seen = seen.reshape(-1)
+        if by_maxima:
+            # Blocks that are not written lie behind the last one that the group sees.
+            blocks = -(-seen // BLOCK)
+            found = jnp.where(jnp.arange(found.shape[1]) < blocks[:, None], found, -jnp.inf) if publish else found
+            published = reference.publish_best(found, seen, publish, BLOCK) if publish else None
+            return topk_pallas(found, blocks, k), published
         published = reference.publish_blocks(found, seen, publish, block_size) if publish else None
         return topk_pallas(found, seen, k), published
 
     by_group = jax.tree.map(lambda a: a.reshape(groups, queries, *a.shape[1:]), (q, weights, seen))
     arguments = (by_group[0], by_group[1], table, by_group[2])
-    most = max(1, SCORE_BYTES // (4 * queries * width))
+    most = max(1, SCORE_BYTES // (4 * queries * (width // BLOCK if by_maxima else width)))
     if groups <= most:
         selected, published = some(arguments)
     else:
         at_once = max(n for n in range(1, most + 1) if groups % n == 0)
         parts = jax.tree.map(lambda a: a.reshape(-1, at_once, *a.shape[1:]), arguments)
         selected, published = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), lax.map(some, parts))
+    if by_maxima:
+        # The best `k` blocks hold the best `k` entries, ties included: each has one that is no worse than any outside.
+        selected, _ = index_select(q, weights, pool, page_table, tile_requests, visible, k, selected, block_size, 0)
     if candidates is not None:
         block = jnp.take_along_axis(candidates, jnp.maximum(selected, 0) // block_size, 1)
         selected = jnp.where(selected < 0, -1, block * block_size + selected % block_size)

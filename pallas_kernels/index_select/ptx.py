@@ -1,5 +1,6 @@
 """The PTX that the score kernel needs and Pallas has no primitive for."""
 
+from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
@@ -12,6 +13,14 @@ _SWIZZLED = 1 << 62 | 64 << 32 | 1 << 16
 
 class Machine(SimtMachine):
     """Per-thread code with byte permutes and tensor cores."""
+
+    def maximum(self, x: Lane, y: Lane) -> Lane:
+        """The larger of two float32; of a number and NaN the number."""
+        return Lane(arith.maxnumf(x.value, y.value))
+
+    def exchange(self, x: Lane, distance: int) -> Lane:
+        """The value of the lane whose number differs in the bit `distance`."""
+        return Lane(utils.shfl_bfly(x.value, distance))
 
     def permute(self, low: Lane, high: Lane, selector: Lane) -> Lane:
         """Each of the four low nibbles of `selector`, below 8, picks one of eight bytes."""

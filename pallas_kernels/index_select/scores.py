@@ -8,6 +8,7 @@ product, of relu(dot) in float16 and the head weights.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from pallas_kernels.index_select import ptx
 from pallas_kernels.index_select.pack import DIM, HEADS, KEY_EXPONENT
 from pallas_kernels.topk import simt
 
+BLOCK = 8
+"""Entries of a block of `maxima`."""
 ENTRIES = 64
 """Entries of one step."""
 RECORD = 68
@@ -70,18 +73,22 @@ def key_tables() -> np.ndarray:
 def scores(
     pool: UInt8[Array, "pages per_page record"],
     table: Int32[Array, "rows places"],
-    visible: Int32[Array, " rows"],
+    visible: Int32[Array, "rows queries"],
     elements: UInt8[Array, "rows columns dim"],
     lanes: Int32[Array, "rows 32 8"],
     width: int,
     tiling: Tiling,
-) -> Float[Array, "results width"]:
-    """Scores of the first `visible` entries of each row; the others are not written.
+    maxima: bool = False,
+) -> Float[Array, "results width_or_blocks"]:
+    """Scores of the entries that some query of the row sees; the others are not written.
+
+    With `maxima`, instead of scores the largest of each block of BLOCK entries of those that the query sees, NaN left
+    out; -inf where there is none. Blocks behind the last entry that some query of the row sees are not written.
 
     Args:
       pool: MXFP4 records; entries per page as `kernel.obstacle` allows.
       table: pages of each row; page numbers are clamped to the pool, so that any number is safe where nothing is seen.
-      visible: entries that some query of the row sees; clamped to what the table holds.
+      visible: each query sees the first so many entries; clamped to what the table holds.
       elements: queries of each row, from `pack_queries`, with `lanes`.
       width: entries of a row of the result, a multiple of 64; result row = row * queries + query.
 
@@ -102,11 +109,11 @@ def scores(
     warpgroups, stages = tiling.warpgroups, tiling.stages
     stride = tiling.blocks * warpgroups
 
-    def body(pool, table, visible, elements, lanes, tables, out, ring, b, words, lookup, arrived, ready):
+    def body(pool, table, most, visible, elements, lanes, tables, out, ring, b, words, lookup, arrived, ready):
         row, block = lax.axis_index("row"), lax.axis_index("block")
         warpgroup = lax.axis_index("warpgroup")
         worker = block * warpgroups + warpgroup
-        tiles = lax.div(lax.min(visible[row], places * size * parts) + (ENTRIES - 1), ENTRIES)
+        tiles = lax.div(lax.min(most[row], places * size * parts) + (ENTRIES - 1), ENTRIES)
         steps = lax.div(tiles - worker + (stride - 1), stride)
 
         def pages_of(t):
@@ -140,7 +147,7 @@ def scores(
             plgpu.barrier_wait(arrived.at[slot])
             following = pages_of(t + stages + 1)
             first = (worker + t * stride) * ENTRIES
-            _step(queries, size, pitch, width, out, ring.at[slot], b, words, lookup, row, first)
+            _step(queries, size, pitch, width, maxima, out, ring.at[slot], b, words, lookup, visible, row, first)
 
             @pl.when(t + stages < steps)
             def _():
@@ -152,7 +159,7 @@ def scores(
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows * queries, width), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((rows * queries, width // BLOCK if maxima else width), jnp.float32),
         grid=(rows, tiling.blocks),
         grid_names=("row", "block"),
         num_threads=warpgroups,
@@ -168,20 +175,20 @@ def scores(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-    )(pool, table, visible, elements, lanes, jnp.asarray(key_tables()))
+    )(pool, table, visible.max(1), visible, elements, lanes, jnp.asarray(key_tables()))
 
 
 _REF = plgpu.RefType()
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
-def _step(queries, size, pitch, width, *arguments):
+def _step(queries, size, pitch, width, maxima, *arguments):
     """Scores of 64 entries by one warpgroup: from its buffer in shared memory to the results in device memory."""
 
-    @plgpu.inline_mgpu(arg_types=(*(_REF,) * 5, *(_SCALAR,) * 2), return_type=None)
-    def run(_, out, ring, b, words, lookup, row, first):
+    @plgpu.inline_mgpu(arg_types=(*(_REF,) * 6, *(_SCALAR,) * 2), return_type=None)
+    def run(_, out, ring, b, words, lookup, visible, row, first):
         m = ptx.Machine(128)
-        out, ring, b, words, lookup = map(simt.array, (out, ring, b, words, lookup))
+        out, ring, b, words, lookup, visible = map(simt.array, (out, ring, b, words, lookup, visible))
         ring = simt.Array(ring.pointer, lookup.element)
         row, first = simt.scalar(row), simt.scalar(first)
         entry = (m.warp & 3) * 16 + (m.lane >> 2)
@@ -205,12 +212,30 @@ def _step(queries, size, pitch, width, *arguments):
                 results[half][i % 2] = value if before is None else m.where(quad == i // 2, value, before)
         for j in range(min(2, queries)):
             query = quad * 2 + j
+            values = [results[half][j] * (factors[half] * scales[j]) for half in range(2)]
+            if maxima:
+                own = row * queries + m.where(query < queries, query, m.u32(0))
+                seen = m.load(visible, own)
+                for half in range(2):
+                    at = first + entry + 8 * half
+                    best = block_maximum(m, values[half], at < seen)
+                    with m.when((query < queries) & (m.lane < 4)):
+                        m.store(out, own * (width // BLOCK) + (at >> 3), best)
+                continue
             with m.when(query < queries):
                 start = (row * queries + query) * width + first
                 for half in range(2):
-                    m.store(out, start + entry + 8 * half, results[half][j] * (factors[half] * scales[j]))
+                    m.store(out, start + entry + 8 * half, values[half])
 
     run(*arguments)
+
+
+def block_maximum(m, value, usable):
+    """The largest usable value, no NaN, of the eight lanes of equal number modulo 4: those of a block of entries."""
+    best = m.where(usable, value, m.f32(-math.inf))
+    for distance in (4, 8, 16):
+        best = m.maximum(best, m.exchange(best, distance))
+    return m.maximum(best, m.f32(-math.inf))
 
 
 def place_of(entry, size, pitch):
