@@ -116,6 +116,9 @@ class Machine(row_emulator.Machine):
         assert (chosen < 8).all()
         return np.take_along_axis(source, chosen.astype(int), 1).view(np.uint32)[:, 0]
 
+    def load_near(self, ref, index, offsets):
+        return [self.load(ref, index + np.uint32(offset)) for offset in offsets]
+
     def larger_halves(self, x, y):
         halves = [np.broadcast_to(v, self.threads).astype(np.uint32).view(np.uint16) for v in (x, y)]
         return np.maximum(*halves).view(np.uint32)
@@ -157,8 +160,11 @@ class Machine(row_emulator.Machine):
     def sync_warpgroup(self, number):
         pass
 
-    def start_dots(self, a, b, first, columns):
-        rows = b.data.view(np.uint8).reshape(-1, 8, 16)[first : first + columns]
+    def hold(self):
+        self._whole_warps()
+
+    def start_dots(self, a, b, columns):
+        rows = b.data.view(np.uint8).reshape(-1, 8, 16)[:columns]
         rows = np.stack([r[np.arange(8) ^ (i % 8)] for i, r in enumerate(rows)]).reshape(columns, 128)
         right = rows.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         lane, warp = self.lane.astype(int), self.warp.astype(int)
@@ -218,7 +224,7 @@ def emulated_scores(pool, table, visible, elements, lanes, width, tiling, maxima
 
 
 @pytest.mark.parametrize(
-    ("queries", "per_page", "ahead"), [(1, 64, False), (1, 8, True), (6, 32, True), (6, 128, False), (3, 16, True)]
+    ("queries", "per_page", "ahead"), [(1, 64, False), (1, 8, True), (6, 32, True), (3, 128, True)]
 )
 def test_scores_on_the_emulator(queries, per_page, ahead):
     places = 13 * 64 // per_page
@@ -248,10 +254,9 @@ def left_operand(records):
     m = Machine(128)
     with np.errstate(over="ignore"):
         entry = (m.warp & np.uint32(3)) * np.uint32(16) + (m.lane >> np.uint32(2))
-        places = [(entry + np.uint32(8 * i)) * np.uint32(17) for i in range(2)]
         words = np.ascontiguousarray(records).reshape(-1).view(np.uint32)
         arrays = [simt_emulator.Array(a) for a in (words, key_tables().view(np.uint32))]
-        registers, factors = unpack_keys(m, *arrays, places)
+        registers, factors = unpack_keys(m, *arrays, entry * np.uint32(17))
     a, scale = np.zeros((64, 4, 2, 4, 4), np.float32), np.zeros(64, np.float32)
     for i, register in enumerate(registers):
         word, part, half = i // 4, i // 2 % 2, i % 2

@@ -30,18 +30,22 @@ class Machine(SimtMachine):
         """max(x, 0) of two float32 as a pair of float16."""
         return _asm("cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high])
 
+    def load_near(self, ref: Array, index: Lane, offsets: list[int]) -> list[Lane]:
+        """Elements at fixed offsets from an index, with one address for all."""
+        pointer = utils.getelementptr(ref.pointer, [index.value], ref.element)
+        return [self.load(Array(pointer, ref.element), offset) for offset in offsets]
+
     def larger_halves(self, x: Lane, y: Lane) -> Lane:
         """The larger of the low, and of the high 16 bits."""
         return _asm("max.u16x2 $0, $1, $2;", "=r,r,r", [x, y])
 
-    def start_dots(self, a: list[Lane], b: Array, first: int, columns: int) -> list[Lane]:
+    def start_dots(self, a: list[Lane], b: Array, columns: int) -> list[Lane]:
         """E4M3 product [64, 128] x [128, columns] in fp32; `finish_dots` gives the results, `a` is in use until then.
 
         Args:
           a: this thread's part of the left matrix: the 4 registers of `wgmma` for each 32 channels.
           b: the right matrix, transposed, in shared memory: rows of 128 bytes, swizzled (`pack.swizzle`), aligned to
             1024 bytes.
-          first: the row of `b` with which to begin, a multiple of 8.
         """
         n = columns // 2
         outputs = ", ".join(f"${i}" for i in range(n))
@@ -60,7 +64,7 @@ class Machine(SimtMachine):
             arith.andi(llvm.ptrtoint(i64, b.pointer), arith.constant(i64, 0x3FFFF)), arith.constant(i64, 4)
         )
         descriptors = [
-            arith.addi(start, arith.constant(i64, ir.IntegerAttr.get(i64, _SWIZZLED + 8 * first + 2 * step)))
+            arith.addi(start, arith.constant(i64, ir.IntegerAttr.get(i64, _SWIZZLED + 2 * step)))
             for step in range(steps)
         ]
         operands = [x.value for x in a] + descriptors
@@ -115,6 +119,10 @@ class Machine(SimtMachine):
     def sync_warpgroup(self, number: Lane) -> None:
         """Barrier of the 128 threads that call with the same `number`, 1 to 15."""
         _effect("bar.sync $0, 128;", "r", [number])
+
+    def hold(self) -> None:
+        """A barrier of the warp, so that the branch it is in stays one: predicated code would cost all warps."""
+        _effect("bar.warp.sync 0xffffffff;", "", [])
 
     def quotient(self, x: Lane, by: int) -> tuple[Lane, Lane]:
         """Quotient and remainder."""

@@ -50,22 +50,9 @@ def publish_blocks(
     scores: Float[Array, "queries entries"], visible: Int32[Array, " queries"], keep: int, size: int
 ) -> Int32[Array, "queries keep"]:
     """The `keep` blocks of best maximum with a visible entry, that of the newest always among them (section 4.4)."""
-    return publish_best(block_maxima(scores, visible, size), visible, keep, size)
-
-
-def block_maxima(
-    scores: Float[Array, "queries entries"], visible: Int32[Array, " queries"], size: int
-) -> Float[Array, "queries blocks"]:
-    """The largest visible score of each block, -inf where there is none but NaN."""
     scores = jnp.pad(scores, ((0, 0), (0, -scores.shape[1] % size)))
     usable = (jnp.arange(scores.shape[1]) < visible[:, None]) & (scores > -jnp.inf)
-    return jnp.where(usable, scores, -jnp.inf).reshape(scores.shape[0], -1, size).max(-1)
-
-
-def publish_best(
-    best: Float[Array, "queries blocks"], visible: Int32[Array, " queries"], keep: int, size: int
-) -> Int32[Array, "queries keep"]:
-    """`publish_blocks` of the maxima of blocks."""
+    best = jnp.where(usable, scores, -jnp.inf).reshape(scores.shape[0], -1, size).max(-1)
     newest = (visible[:, None] - 1) // size
     best = jnp.where((jnp.arange(best.shape[1]) == newest) & (visible > 0)[:, None], jnp.inf, best)
     return topk_reference(best, jnp.full(best.shape[:1], best.shape[1]), keep)

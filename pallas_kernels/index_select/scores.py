@@ -195,31 +195,33 @@ def device_code(
     tiles = (seen + (ENTRIES - 1)) >> 6
     steps = m.where(tiles > worker, m.quotient(tiles - worker + (stride - 1), stride)[0], m.u32(0))
 
-    def piece_of(t):
-        """Where in the pool this lane's piece of step t is."""
+    def located(t):
+        """Place in the table of this lane's piece of step t, and which part of the page it is."""
         place = (worker + t * stride) * work.pieces + m.where(m.lane < work.pieces, m.lane, m.u32(0))
         last = work.places * work.parts - 1
         place = m.where(place < last, place, m.u32(last))
-        place, part = (place, m.u32(0)) if work.parts == 1 else m.quotient(place, work.parts)
-        page = m.load(table, row * work.places + place)
-        page = m.where(page < work.pages, page, m.where(page >> 31 == 0, m.u32(work.pages - 1), m.u32(0)))
-        return page * work.parts + part
+        return (place, m.u32(0)) if work.parts == 1 else m.quotient(place, work.parts)
 
-    def fetch(slot, piece):
+    def page_of(t):
+        return m.load(table, row * work.places + located(t)[0])
+
+    def fetch(t, slot, page):
         barrier, size = arrived + slot * 8, work.piece * RECORD
+        page = m.where(page < work.pages, page, m.where(page >> 31 == 0, m.u32(work.pages - 1), m.u32(0)))
         with m.when(m.lane == 0):
             m.expect(barrier, STEP)
         with m.when(m.lane < work.pieces):
+            piece = page * work.parts + located(t)[1]
             m.copy(target + slot * STEP + m.lane * size, pool, piece, size, size, barrier)
 
     def start(t):
         with m.when(steps > t):
-            fetch(m.u32(t), piece_of(m.u32(t)))
+            fetch(m.u32(t), m.u32(t), page_of(m.u32(t)))
 
     with m.when(fetches):
         for t in range(stages):
             start(t)
-    [piece] = m.cond(fetches, lambda: [piece_of(m.u32(stages))], [m.u32(0)])
+    [page] = m.cond(fetches, lambda: [page_of(m.u32(stages))], [m.u32(0)])
     m.wait(ready, m.u32(0))
 
     entry = warp * 16 + (m.lane >> 2)
@@ -227,48 +229,46 @@ def device_code(
     if work.maxima:
         limits = [m.load(visible, row * queries + m.where(q < queries, q, m.u32(0))) for q in _columns(m, queries)]
 
-    def take(t, slot, phase, piece):
+    def take(t, slot, phase, page):
         """This thread's part of the keys of step t; their place becomes that of step t + stages."""
         with m.when(t < steps):
             m.wait(arrived + slot * 8, phase)
-        [following] = m.cond(fetches, lambda: [piece_of(t + (stages + 1))], [m.u32(0)])
         first = own + slot * (STEP // 4) + entry * (RECORD // 4)
-        a, factors = unpack_keys(m, ring, lookup, [first, first + BLOCK * (RECORD // 4)])
+        a, factors = unpack_keys(m, ring, lookup, first)
         m.sync_warpgroup(warpgroup + 1)
-        with m.when(fetches & (t + stages < steps)):
-            fetch(slot, piece)
+
+        def refill():
+            m.hold()
+            with m.when(t + stages < steps):
+                fetch(t + stages, slot, page)
+            # Used one step later: nothing waits for it here.
+            return [page_of(t + (stages + 1))]
+
+        [following] = m.cond(fetches, refill, [m.u32(0)])
         wraps = slot == stages - 1
         following = [m.where(wraps, m.u32(0), slot + 1), m.where(wraps, phase ^ 1, phase), following]
         return [*a, *factors], following
 
-    def products(a):
-        """Starts the products with the queries, in two parts so that one runs while the other is weighted."""
-        parts = [queries] if queries == 1 or not tiling.ahead else [queries // 2, queries - queries // 2]
-        started = []
-        for i, part in enumerate(parts):
-            first = sum(parts[:i])
-            started.append((range(first, first + part), m.start_dots(a, b, HEADS * first, HEADS * part)))
-        return started
-
-    def finish(t, started, factors):
+    def finish(t, products, factors):
         own_words = m.load4(words, m.lane * 8)
         scales = [m.floats(m.load(words, m.lane * 8 + 4 + i)) for i in range(2)]
-        results = weighted_sums(m, started, own_words)
+        results = weighted_sums(m, queries, m.finish_dots(0, products), own_words)
         values = [[results[half][j] * (factors[half] * scales[j]) for j in range(min(2, queries))] for half in range(2)]
         store = store_maxima if work.maxima else store_scores
         store(m, work, out, row, (worker + t * stride) * ENTRIES + entry, values, limits)
 
     def step(t, *state):
-        state, place = state[:-3], state[-3:]
-        started = products(list(state[:16])) if tiling.ahead else None
-        following, place = take(t + 1 if tiling.ahead else t, *place)
-        if not tiling.ahead:
-            state, following = following, []
-            started = products(state[:16])
-        finish(t, started, state[16:])
+        if tiling.ahead:
+            keys, place = state[:-3], state[-3:]
+            products = m.start_dots(keys[:16], b, HEADS * queries)
+            following, place = take(t + 1, *place)
+        else:
+            keys, place = take(t, *state)
+            products, following = m.start_dots(keys[:16], b, HEADS * queries), []
+        finish(t, products, keys[16:])
         return [t + 1, *following, *place]
 
-    place = [m.u32(0), m.u32(0), piece]
+    place = [m.u32(0), m.u32(0), page]
     keys, place = take(m.u32(0), *place) if tiling.ahead else ([], place)
     m.while_loop(lambda t, *_: t < steps, step, [m.u32(0), *keys, *place])
 
@@ -278,22 +278,20 @@ def _columns(m, queries):
     return [(m.lane & 3) * 2 + j for j in range(min(2, queries))]
 
 
-def weighted_sums(m, started, own_words):
+def weighted_sums(m, queries, products, own_words):
     """Σ relu(dot) x weight for the two entries of a thread and two queries: [half][j]."""
     quad = m.lane & 3
     # Query i is column i of its product: element i % 2 of lane i // 2 of each four.
     results = [[None] * 2 for _ in range(2)]
-    for number, (group, products) in enumerate(started):
-        products = m.finish_dots(len(started) - 1 - number, products)
-        for i in group:
-            c = [m.f32(0.0)] * 4
-            for s in range(2):
-                d = products[16 * (i - group[0]) + 8 * s :][:8]
-                heads = [m.pack_relu(d[2 * j], d[2 * j + 1]) for j in range(4)]
-                c = m.weighted(heads, own_words[2 * s : 2 * s + 2], c)
-            for half in range(2):
-                value, before = c[2 * half + i % 2], results[half][i % 2]
-                results[half][i % 2] = value if before is None else m.where(quad == i // 2, value, before)
+    for i in range(queries):
+        c = [m.f32(0.0)] * 4
+        for s in range(2):
+            d = products[16 * i + 8 * s :][:8]
+            heads = [m.pack_relu(d[2 * j], d[2 * j + 1]) for j in range(4)]
+            c = m.weighted(heads, own_words[2 * s : 2 * s + 2], c)
+        for half in range(2):
+            value, before = c[2 * half + i % 2], results[half][i % 2]
+            results[half][i % 2] = value if before is None else m.where(quad == i // 2, value, before)
     return results
 
 
@@ -331,7 +329,7 @@ def block_maxima(m, values):
     return m.maximum(best, m.f32(-math.inf))
 
 
-def unpack_keys(m, ring, lookup, places):
+def unpack_keys(m, ring, lookup, place):
     """This thread's part of 64 keys as left operand of the products, and the largest scale of its two entries, fp32.
 
     A thread has a whole group of 32 channels of each of its entries, so that it needs one table for each.
@@ -339,10 +337,12 @@ def unpack_keys(m, ring, lookup, places):
     Args:
       ring: u32, records.
       lookup: u32, `key_tables`.
-      places: word at which each of the two entries begins.
+      place: word at which the first of its two entries begins; the other is BLOCK entries behind.
     """
     quad = m.lane & 3
-    both = [m.load(ring, place + 16) for place in places]
+    starts = 0, BLOCK * (RECORD // 4)
+    both = m.load_near(ring, place, [start + 16 for start in starts])
+    words = m.load_near(ring, place + quad * 4, [start + word for start in starts for word in range(4)])
     # The upper byte of each half belongs to an entry: all four scales of it in turn, then that of this thread's group.
     tops = m.larger_halves(
         m.larger_halves(m.permute(*both, m.u32(0x5410)), m.permute(*both, m.u32(0x7632))),
@@ -366,10 +366,9 @@ def unpack_keys(m, ring, lookup, places):
     # A scale at most 2^7 below the largest needs no look at the table.
     tables = m.cond(m.any((down & 0xF800F800) != 0), look_up, fast)
     a = [None] * 16
-    for half, place in enumerate(places):
+    for half in range(2):
         low, high = tables[2 * half : 2 * half + 2]
-        for word in range(4):
-            w = m.load(ring, place + quad * 4 + word)
+        for word, w in enumerate(words[4 * half : 4 * half + 4]):
             codes, even = w & 0x77777777, w << 4
             for part in range(2):
                 magnitude = m.permute(low, high, codes >> 16 if part else codes)
