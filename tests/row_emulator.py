@@ -32,6 +32,9 @@ class Machine(simt_emulator.Machine):
     def divide(self, x, by):
         return x // np.uint32(by), x % np.uint32(by)
 
+    def maximum(self, x, y):
+        return np.fmax(x, y)
+
     def exchange(self, x, distance):
         return self._warps(x)[:, np.arange(32) ^ distance].reshape(-1)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import row_emulator
 import simt_emulator
 from hopper import lowered_for_hopper, needs_hopper
 from row_emulator import emulate
@@ -16,7 +17,8 @@ from dsv4jax.numerics import FAST
 from dsv4jax.quant import pack_mxfp4, qdq_mxfp4, unpack_mxfp4
 from pallas_kernels.index_select import arg_specs, index_select, pack_kernel
 from pallas_kernels.index_select.pack import pack_queries
-from pallas_kernels.index_select.scores import default_tiling, key_tables, place_of, unpack_keys
+from pallas_kernels.index_select import scores as kernel_scores
+from pallas_kernels.index_select.scores import Tiling, default_tiling, key_tables, unpack_keys
 
 
 def example(requests, tile, places, per_page, seed=0, key_spread=1):
@@ -100,7 +102,13 @@ def test_without_tokens_or_entries():
     np.testing.assert_array_equal(published, np.full((3, 2), -1))
 
 
-class Machine(simt_emulator.Machine):
+class Machine(row_emulator.Machine):
+    """The emulator with what `ptx.Machine` adds; a product is there when it starts, a copy when it is issued."""
+
+    def __init__(self, threads):
+        super().__init__(threads)
+        self.arrays = []
+
     def permute(self, low, high, selector):
         words = [np.broadcast_to(x, self.threads).astype(np.uint32) for x in (low, high)]
         source = np.stack(words, 1).view(np.uint8)
@@ -108,33 +116,161 @@ class Machine(simt_emulator.Machine):
         assert (chosen < 8).all()
         return np.take_along_axis(source, chosen.astype(int), 1).view(np.uint32)[:, 0]
 
+    def load_near(self, ref, index, offsets):
+        return [self.load(ref, index + np.uint32(offset)) for offset in offsets]
 
-def left_operand(records, size):
-    """The matrix [64, 128] that the kernel makes of 64 records in pieces of `size`, by the register layout of wgmma."""
-    pitch = -(-size * 68 // 128) * 128
-    ring = np.zeros((64 // size, pitch), np.uint8)
-    ring[:, : size * 68] = records.reshape(64 // size, -1)
+    def larger_halves(self, x, y):
+        halves = [np.broadcast_to(v, self.threads).astype(np.uint32).view(np.uint16) for v in (x, y)]
+        return np.maximum(*halves).view(np.uint32)
+
+    def quotient(self, x, by):
+        return self.divide(x, by)
+
+    def address(self, array):
+        self.arrays.append(array.data.view(np.uint8))
+        return self.u32((len(self.arrays) - 1) << 24)
+
+    def init_barriers(self, barriers, number):
+        self.expected = np.zeros(number, np.int64)
+        self.completed = np.zeros(number, np.int64)
+
+    def _barrier(self, address):
+        return np.broadcast_to((address & np.uint32(0xFFFFFF)) >> np.uint32(3), self.threads)
+
+    def expect(self, barrier, size):
+        for i in self._barrier(barrier)[self.mask]:
+            assert self.expected[i] == 0, "the phase before is not complete"
+            self.expected[i] = size
+
+    def copy(self, target, source, offset, unit, size, barrier):
+        source = source.data.view(np.uint8)
+        barrier, offset = self._barrier(barrier), np.broadcast_to(offset, self.threads).astype(np.int64) * unit
+        for t in np.flatnonzero(self.mask):
+            assert target[t] % 16 == 0 and offset[t] % 16 == 0 and offset[t] + size <= source.size
+            place = target[t] & 0xFFFFFF
+            self.arrays[target[t] >> 24][place : place + size] = source[offset[t] : offset[t] + size]
+            self.expected[barrier[t]] -= size
+            self.completed[barrier[t]] += self.expected[barrier[t]] == 0
+
+    def wait(self, barrier, parity):
+        barrier, parity = self._barrier(barrier), np.broadcast_to(parity, self.threads)
+        phase = self.completed[barrier[self.mask]]
+        assert np.all(phase > 0) and np.all((phase - 1) % 2 == parity[self.mask]), "this would wait for ever"
+
+    def sync_warpgroup(self, number):
+        pass
+
+    def hold(self):
+        self._whole_warps()
+
+    def start_dots(self, a, b, columns):
+        rows = b.data.view(np.uint8).reshape(-1, 8, 16)[:columns]
+        rows = np.stack([r[np.arange(8) ^ (i % 8)] for i, r in enumerate(rows)]).reshape(columns, 128)
+        right = rows.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        lane, warp = self.lane.astype(int), self.warp.astype(int)
+        results = np.zeros((self.threads, columns // 2), np.float32)
+        left = np.zeros((self.threads // 2, 128), np.float32)
+        entry = warp * 16 + lane // 4
+        for i, register in enumerate(a):
+            bytes_ = np.broadcast_to(register, self.threads).astype(np.uint32).view(ml_dtypes.float8_e4m3fn)
+            at = i // 4 * 32 + i // 2 % 2 * 16 + lane % 4 * 4
+            left[(entry + i % 2 * 8)[:, None], at[:, None] + np.arange(4)] = bytes_.reshape(-1, 4).astype(np.float32)
+        product = left @ right.T
+        for i in range(columns // 2):
+            results[:, i] = product[entry + i // 2 % 2 * 8, i // 4 * 8 + lane % 4 * 2 + i % 2]
+        return list(results.T)
+
+    def finish_dots(self, pending, results):
+        return results
+
+    def pack_relu(self, low, high):
+        return self.pack_f16(np.maximum(low, 0), np.maximum(high, 0))
+
+    def weighted(self, a, b, c):
+        halves = [np.broadcast_to(x, self.threads).astype(np.uint32).view(np.float16).reshape(-1, 32, 2) for x in (*a, *b)]
+        lane = np.arange(32)
+        left, right = np.zeros((self.threads // 32, 16, 16), np.float32), np.zeros((self.threads // 32, 16, 8), np.float32)
+        for i in range(4):
+            for j in range(2):
+                left[:, lane // 4 + i % 2 * 8, lane % 4 * 2 + i // 2 * 8 + j] = halves[i][..., j]
+        for i in range(2):
+            for j in range(2):
+                right[:, lane % 4 * 2 + 8 * i + j, lane // 4] = halves[4 + i][..., j]
+        product = left @ right
+        return [c[i] + product[:, lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2].reshape(-1) for i in range(4)]
+
+
+def emulated_scores(pool, table, visible, elements, lanes, width, tiling, maxima):
+    """`scores` on the emulator: all its thread blocks in turn."""
+    rows, queries = visible.shape
+    work = kernel_scores.Work(
+        queries, pool.shape[0], table.shape[1], min(pool.shape[1], 64), max(1, pool.shape[1] // 64),
+        width // 8 if maxima else width, maxima, tiling,
+    )  # fmt: skip
+    out = simt_emulator.Array(np.full(rows * queries * work.width, 777, np.float32))
+    inputs = [pool, table, visible.max(1), visible, elements, lanes, key_tables()]
+    inputs = [simt_emulator.Array(np.ascontiguousarray(x).reshape(-1).view(np.uint32)) for x in map(np.asarray, inputs)]
+    words = tiling.warpgroups * tiling.stages
+    for row in range(rows):
+        for block in range(tiling.blocks):
+            sizes = (words * 1088, queries * 1024, 256, 64, 2 * (words + 1))
+            shared = [simt_emulator.Array(np.full(n, 0x7F7F7F7F, np.uint32)) for n in sizes]
+            m = Machine(128 * tiling.warpgroups)
+            with np.errstate(all="ignore"):
+                kernel_scores.device_code(
+                    m, work, *inputs, out, *shared, m.u32(row), m.u32(block), m.warp >> np.uint32(2)
+                )
+    return out.data.reshape(rows * queries, work.width)
+
+
+@pytest.mark.parametrize(
+    ("queries", "per_page", "ahead"), [(1, 64, False), (1, 8, True), (6, 32, True), (3, 128, True)]
+)
+def test_scores_on_the_emulator(queries, per_page, ahead):
+    places = 13 * 64 // per_page
+    q, weights, pool, table, _, visible = example(2, queries, places, per_page, seed=queries)
+    visible = np.asarray(visible).reshape(2, queries) - np.array([[0], [331]])
+    visible = np.maximum(visible, 0).astype(np.int32)
+    q, weights = q.reshape(2, queries, 32, 128), weights.reshape(2, queries, 32)
+    packed = pack_queries(q, weights)
+    width = 1024
+    arguments = (pool, table, visible, *packed, width, Tiling(2, 2, 2, ahead))
+    got, best = (emulated_scores(*arguments, maxima) for maxima in (False, True))
+    for row in range(2):
+        keys = unpack_mxfp4(pool[table[row]], jnp.float32).reshape(-1, 128)
+        want = np.asarray(indexer.index_scores(q[row], weights[row], keys, FAST))
+        for i in range(queries):
+            n = visible[row, i]
+            mine = got[row * queries + i]
+            np.testing.assert_allclose(mine[:n], want[i, :n], atol=2e-3 * np.abs(want).max())
+            blocks = np.append(mine[:n], np.full(-n % 8, -np.inf)).reshape(-1, 8).max(1)
+            np.testing.assert_array_equal(best[row * queries + i, : len(blocks)], blocks)
+            beyond = best[row * queries + i, len(blocks) : -(-visible[row].max() // 8)]
+            np.testing.assert_array_equal(beyond, np.full(len(beyond), -np.inf))
+
+
+def left_operand(records):
+    """The matrix [64, 128] that the kernel makes of 64 records, by the register layout of wgmma."""
     m = Machine(128)
     with np.errstate(over="ignore"):
         entry = (m.warp & np.uint32(3)) * np.uint32(16) + (m.lane >> np.uint32(2))
-        places = [place_of(entry + np.uint32(8 * i), size, pitch) for i in range(2)]
-        arrays = [simt_emulator.Array(a) for a in (ring.view(np.uint32).reshape(-1), key_tables().view(np.uint32))]
-        registers, factors = unpack_keys(m, *arrays, places)
+        words = np.ascontiguousarray(records).reshape(-1).view(np.uint32)
+        arrays = [simt_emulator.Array(a) for a in (words, key_tables().view(np.uint32))]
+        registers, factors = unpack_keys(m, *arrays, entry * np.uint32(17))
     a, scale = np.zeros((64, 4, 2, 4, 4), np.float32), np.zeros(64, np.float32)
     for i, register in enumerate(registers):
-        group, part, half = i // 4, i // 2 % 2, i % 2
+        word, part, half = i // 4, i // 2 % 2, i % 2
         values = register.astype(np.uint32).view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(128, 4)
-        a[entry + 8 * half, group, part, m.lane % 4] = values
+        a[entry + 8 * half, word, part, m.lane % 4] = values
         scale[entry + 8 * half] = factors[half]
-    # Channel 32 group + 8 lane + 4 part + i.
-    return a.swapaxes(2, 3).reshape(64, 128) * scale[:, None] / 8
+    # Channel 32 lane + 8 word + 4 part + i.
+    return a.transpose(0, 3, 1, 2, 4).reshape(64, 128) * scale[:, None] / 8
 
 
-@pytest.mark.parametrize("size", [8, 16, 32, 64])
 @pytest.mark.parametrize("key_spread", [1, 6, 9])
-def test_keys_are_unpacked_exactly(size, key_spread):
-    records = np.asarray(example(1, 1, 1, 64, seed=size, key_spread=key_spread)[2][0])
-    np.testing.assert_array_equal(left_operand(records, size), unpack_mxfp4(jnp.asarray(records), jnp.float32))
+def test_keys_are_unpacked_exactly(key_spread):
+    records = np.asarray(example(1, 1, 1, 64, key_spread=key_spread)[2][0])
+    np.testing.assert_array_equal(left_operand(records), unpack_mxfp4(jnp.asarray(records), jnp.float32))
 
 
 def test_keys_of_any_spread_of_scales():
@@ -143,7 +279,7 @@ def test_keys_of_any_spread_of_scales():
     records[:, 64:] = rng.integers(100, 140, (64, 4))
     want = np.asarray(unpack_mxfp4(jnp.asarray(records), jnp.float32))
     top = np.exp2(records[:, 64:].max(1).astype(np.float64) - 127)
-    assert (np.abs(left_operand(records, 64) - want) <= top[:, None] * 2.0**-13).all()
+    assert (np.abs(left_operand(records) - want) <= top[:, None] * 2.0**-13).all()
 
 
 def unpacked(elements, lanes, queries):
@@ -151,7 +287,7 @@ def unpacked(elements, lanes, queries):
     rows = np.asarray(elements).reshape(queries * 32, 8, 16)
     rows = np.stack([r[np.arange(8) ^ (i % 8)] for i, r in enumerate(rows)]).reshape(queries, 32, 128)
     values = rows.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    values = values.reshape(queries, 32, 4, 2, 4, 4).swapaxes(-3, -2).reshape(queries, 32, 128)
+    values = np.moveaxis(values.reshape(queries, 32, 4, 2, 4, 4), -2, -4).reshape(queries, 32, 128)
     lanes = np.asarray(lanes)
     weights = lanes[:, :4].copy().view(np.float16).reshape(8, 4, 2, 2, 2).transpose(0, 2, 3, 1, 4).reshape(8, 32)
     return values, weights[:queries].astype(np.float32), lanes[:4, 4:6].copy().view(np.float32).reshape(-1)[:queries]

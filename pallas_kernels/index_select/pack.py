@@ -28,8 +28,8 @@ def pack_queries(
     q = q.astype(jnp.float32)
     power = _power_of_two_below(jnp.max(jnp.abs(q), -1)) * 0.25
     elements = q * (1 / power)[..., None]
-    # Channel 32g + 8l + 4p + i of a record is unpacked to 32g + 16p + 4l + i.
-    elements = elements.reshape(*q.shape[:-1], 4, 4, 2, 4).swapaxes(-3, -2)
+    # Channel 32l + 8w + 4p + i of a record is unpacked to 32w + 16p + 4l + i.
+    elements = jnp.moveaxis(elements.reshape(*q.shape[:-1], 4, 4, 2, 4), -4, -2)
     elements = lax.bitcast_convert_type(elements.reshape(groups, -1, DIM).astype(jnp.float8_e4m3fn), jnp.uint8)
 
     scaled = weights.astype(jnp.float32) * power

@@ -41,9 +41,9 @@ def device_code(m, token, q, weights, _, elements, lanes, scaled, *, queries: in
     head, place = m.tid >> (SHARING.bit_length() - 1), m.tid & (SHARING - 1)
     target = m.row(elements, token, HEADS * DIM // 4)
     for part, word in enumerate(quarters):
-        # Channel 32g + 8l + 4p + i goes to 32g + 16p + 4l + i, in chunks of 16 that are swizzled.
-        chunk = ((place >> 2) * 2 + part) ^ (head & 7)
-        m.store(target, head * (DIM // 4) + chunk * 4 + (place & 3), word)
+        # Channel 32l + 8w + 4p + i goes to 32w + 16p + 4l + i, in chunks of 16 that are swizzled.
+        chunk = ((place & 3) * 2 + part) ^ (head & 7)
+        m.store(target, head * (DIM // 4) + chunk * 4 + (place >> 2), word)
 
     pair = m.load(m.row(weights, token, HEADS // 2), head >> 1)
     weight = m.floats(m.where((head & 1) == 0, pair << 16, pair & 0xFFFF0000))

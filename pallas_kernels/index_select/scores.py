@@ -1,4 +1,4 @@
-"""Mosaic GPU kernel of the index scores: packed MXFP4 keys in, fp32 scores out.
+"""Mosaic GPU kernel of the index scores: packed MXFP4 keys in, fp32 scores or their maxima out.
 
 A warpgroup takes 64 entries at a time. Keys are the left operand of the FP8 tensor cores and are unpacked from shared
 memory into registers: an E2M1 element and the scale of its group, relative to the largest scale of the entry, make
@@ -7,14 +7,12 @@ product, of relu(dot) in float16 and the head weights.
 """
 
 import dataclasses
-import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32, UInt8
 
@@ -22,12 +20,14 @@ from pallas_kernels.index_select import ptx
 from pallas_kernels.index_select.pack import DIM, HEADS, KEY_EXPONENT
 from pallas_kernels.topk import simt
 
+BLOCK = 8
+"""Entries of a block of `maxima`."""
 ENTRIES = 64
 """Entries of one step."""
 RECORD = 68
 """Bytes of a key: 64 of elements, 4 of scales."""
-NARROW = 8
-"""Scales of an entry that differ by at most 2^8 need no look at the table."""
+STEP = ENTRIES * RECORD
+"""Bytes of one step."""
 PROCESSORS = 132
 """Multiprocessors of an H200."""
 
@@ -39,6 +39,8 @@ class Tiling:
     warpgroups: int
     stages: int = 4
     """Steps in flight per warpgroup."""
+    ahead: bool = False
+    """Whether keys are unpacked while the products of the step before run; takes 40 more registers."""
 
 
 def default_tiling(rows: int, queries: int, width: int) -> Tiling:
@@ -57,7 +59,7 @@ def default_tiling(rows: int, queries: int, width: int) -> Tiling:
             steps = -(-width // (ENTRIES * warpgroups * blocks))
             work = -(-rows * blocks // PROCESSORS) * warpgroups * (steps + 2)
             if best is None or work < best[0]:
-                best = work, Tiling(blocks, warpgroups)
+                best = work, Tiling(blocks, warpgroups, ahead=queries > 1)
     return best[1]
 
 
@@ -70,18 +72,22 @@ def key_tables() -> np.ndarray:
 def scores(
     pool: UInt8[Array, "pages per_page record"],
     table: Int32[Array, "rows places"],
-    visible: Int32[Array, " rows"],
+    visible: Int32[Array, "rows queries"],
     elements: UInt8[Array, "rows columns dim"],
     lanes: Int32[Array, "rows 32 8"],
     width: int,
     tiling: Tiling,
-) -> Float[Array, "results width"]:
-    """Scores of the first `visible` entries of each row; the others are not written.
+    maxima: bool = False,
+) -> Float[Array, "results width_or_blocks"]:
+    """Scores of the entries that some query of the row sees; the others are not written.
+
+    With `maxima`, instead of scores the largest of each block of BLOCK entries of those that the query sees, NaN left
+    out; -inf where there is none. Blocks behind the last entry that some query of the row sees are not written.
 
     Args:
       pool: MXFP4 records; entries per page as `kernel.obstacle` allows.
       table: pages of each row; page numbers are clamped to the pool, so that any number is safe where nothing is seen.
-      visible: entries that some query of the row sees; clamped to what the table holds.
+      visible: each query sees the first so many entries; clamped to what the table holds.
       elements: queries of each row, from `pack_queries`, with `lanes`.
       width: entries of a row of the result, a multiple of 64; result row = row * queries + query.
 
@@ -89,187 +95,284 @@ def scores(
     head's dot product is rounded to float16. A scale byte of 255 (NaN) is not recognised: the cache never holds one,
     see `quant.pack_mxfp4`.
     """
-    queries = elements.shape[1] // HEADS
-    pages, size = pool.shape[:2]
     rows, places = table.shape
-    pieces = max(1, ENTRIES // size)
-    size = min(size, ENTRIES)
-    parts = pool.shape[1] // size
-    # Copies are whole lines and a multiple of 128 bytes: at small sizes a piece brings some bytes of the next.
-    line = 4 * size
-    pitch = -(-size * RECORD // 128) * 128
-    pool = pool.reshape(-1, line)
+    work = Work(
+        queries=elements.shape[1] // HEADS,
+        pages=pool.shape[0],
+        places=places,
+        piece=min(pool.shape[1], ENTRIES),
+        parts=max(1, pool.shape[1] // ENTRIES),
+        width=width // BLOCK if maxima else width,
+        maxima=maxima,
+        tiling=tiling,
+    )
     warpgroups, stages = tiling.warpgroups, tiling.stages
-    stride = tiling.blocks * warpgroups
 
-    def body(pool, table, visible, elements, lanes, tables, out, ring, b, words, lookup, arrived, ready):
-        row, block = lax.axis_index("row"), lax.axis_index("block")
-        warpgroup = lax.axis_index("warpgroup")
-        worker = block * warpgroups + warpgroup
-        tiles = lax.div(lax.min(visible[row], places * size * parts) + (ENTRIES - 1), ENTRIES)
-        steps = lax.div(tiles - worker + (stride - 1), stride)
-
-        def pages_of(t):
-            """Where the pieces of step t are in the pool."""
-            first = (worker + t * stride) * pieces
-            found = []
-            for i in range(pieces):
-                place = lax.min(first + i, places * parts - 1)
-                page = table[row, lax.div(place, parts)]
-                found.append(lax.clamp(0, page, pages - 1) * parts + lax.rem(place, parts))
-            return tuple(found)
-
-        def fetch(t, found):
-            slot = warpgroup * stages + lax.rem(t, stages)
-            for i, page in enumerate(found):
-                lines = pool.at[pl.ds(page * (size * RECORD // line), pitch // line)]
-                plgpu.copy_gmem_to_smem(lines, ring.at[slot, i], arrived.at[slot])
-
-        @pl.when(warpgroup == 0)
-        def _():
-            plgpu.copy_gmem_to_smem(elements.at[row], b, ready)
-            plgpu.copy_gmem_to_smem(lanes.at[row], words, ready)
-            plgpu.copy_gmem_to_smem(tables, lookup, ready)
-
-        for t in range(stages):
-            pl.when(t < steps)(functools.partial(lambda t: fetch(t, pages_of(t)), t))
-        plgpu.barrier_wait(ready)
-
-        def step(t, found):
-            slot = warpgroup * stages + lax.rem(t, stages)
-            plgpu.barrier_wait(arrived.at[slot])
-            following = pages_of(t + stages + 1)
-            first = (worker + t * stride) * ENTRIES
-            _step(queries, size, pitch, width, out, ring.at[slot], b, words, lookup, row, first)
-
-            @pl.when(t + stages < steps)
-            def _():
-                fetch(t + stages, found)
-
-            return following
-
-        lax.fori_loop(0, steps, step, pages_of(stages))
+    def body(*refs):
+        row, block, warpgroup = lax.axis_index("row"), lax.axis_index("block"), lax.axis_index("warpgroup")
+        _body(work, *refs, row, block, warpgroup)
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows * queries, width), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((rows * work.queries, work.width), jnp.float32),
         grid=(rows, tiling.blocks),
         grid_names=("row", "block"),
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((warpgroups * stages, pieces, pitch // line, line), jnp.uint8),
-            plgpu.SMEM((queries * HEADS, DIM), jnp.uint8),
+            plgpu.SMEM((warpgroups * stages, STEP // 4), jnp.int32),
+            plgpu.SMEM((work.queries * HEADS, DIM), jnp.uint8),
             plgpu.SMEM((32, 8), jnp.int32),
             plgpu.SMEM((64,), jnp.int32),
-            plgpu.Barrier(num_arrivals=pieces, num_barriers=warpgroups * stages),
-            plgpu.Barrier(num_arrivals=3),
+            plgpu.SMEM((warpgroups * stages + 1, 2), jnp.int32),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-    )(pool, table, visible, elements, lanes, jnp.asarray(key_tables()))
+    )(pool, table, visible.max(1), visible, elements, lanes, jnp.asarray(key_tables()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Sizes of a call: `places` pages of a row of the table; a step copies pieces of `piece` entries, `parts` of which
+    make a page; `width` results of a row."""
+
+    queries: int
+    pages: int
+    places: int
+    piece: int
+    parts: int
+    width: int
+    maxima: bool
+    tiling: Tiling
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a step."""
+        return ENTRIES // self.piece
 
 
 _REF = plgpu.RefType()
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
-def _step(queries, size, pitch, width, *arguments):
-    """Scores of 64 entries by one warpgroup: from its buffer in shared memory to the results in device memory."""
-
-    @plgpu.inline_mgpu(arg_types=(*(_REF,) * 5, *(_SCALAR,) * 2), return_type=None)
-    def run(_, out, ring, b, words, lookup, row, first):
-        m = ptx.Machine(128)
-        out, ring, b, words, lookup = map(simt.array, (out, ring, b, words, lookup))
-        ring = simt.Array(ring.pointer, lookup.element)
-        row, first = simt.scalar(row), simt.scalar(first)
-        entry = (m.warp & 3) * 16 + (m.lane >> 2)
-        places = [place_of(entry + 8 * i, size, pitch) for i in range(2)]
-        a, factors = unpack_keys(m, ring, lookup, places)
-        utils.warpgroup_barrier()
-        products = m.dots(a, b, queries * HEADS)
-        quad = m.lane & 3
-        own = m.load4(words, m.lane * 8)
-        scales = [m.floats(m.load(words, m.lane * 8 + 4 + i)) for i in range(2)]
-        # Query i is column i of its product: element i % 2 of lane i // 2 of each four.
-        results = [[None] * 2 for _ in range(2)]
-        for i in range(queries):
-            c = [m.f32(0.0)] * 4
-            for s in range(2):
-                d = products[16 * i + 8 * s : 16 * i + 8 * s + 8]
-                heads = [m.pack_relu(d[2 * j], d[2 * j + 1]) for j in range(4)]
-                c = m.weighted(heads, own[2 * s : 2 * s + 2], c)
-            for half in range(2):
-                value, before = c[2 * half + i % 2], results[half][i % 2]
-                results[half][i % 2] = value if before is None else m.where(quad == i // 2, value, before)
-        for j in range(min(2, queries)):
-            query = quad * 2 + j
-            with m.when(query < queries):
-                start = (row * queries + query) * width + first
-                for half in range(2):
-                    m.store(out, start + entry + 8 * half, results[half][j] * (factors[half] * scales[j]))
+def _body(work: Work, *arguments):
+    @plgpu.inline_mgpu(arg_types=(*(_REF,) * 13, *(_SCALAR,) * 3))
+    def run(_, *arguments):
+        refs, scalars = arguments[:13], arguments[13:]
+        device_code(ptx.Machine(128), work, *map(simt.array, refs), *map(simt.scalar, scalars))
 
     run(*arguments)
 
 
-def place_of(entry, size, pitch):
-    """Word of an entry's record in a step's buffer."""
-    if size == ENTRIES:
-        return entry * (RECORD // 4)
-    shift = size.bit_length() - 1
-    return (entry >> shift) * (pitch // 4) + (entry & (size - 1)) * (RECORD // 4)
+def device_code(
+    m, work, pool, table, most, visible, elements, lanes, tables, out, ring, b, words, lookup, barriers, row, block,
+    warpgroup,
+):  # fmt: skip
+    """The code of a thread block."""
+    tiling, queries = work.tiling, work.queries
+    warpgroups, stages = tiling.warpgroups, tiling.stages
+    stride = tiling.blocks * warpgroups
+    worker = block * warpgroups + warpgroup
+    arrived = m.address(barriers)
+    ready = arrived + 8 * warpgroups * stages
+    m.init_barriers(arrived, warpgroups * stages + 1)
+    arrived = arrived + warpgroup * (8 * stages)
+    own = warpgroup * (stages * STEP // 4)
+    target = m.address(ring) + own * 4
+    # Each warpgroup has another of its warps fetch, so that the schedulers share that work.
+    warp = m.warp & 3
+    fetches = warp == (warpgroup & 3)
+
+    with m.when(m.tid == 0):
+        m.expect(ready, queries * HEADS * DIM + 4 * (256 + 64))
+        m.copy(m.address(b), elements, row, queries * HEADS * DIM, queries * HEADS * DIM, ready)
+        m.copy(m.address(words), lanes, row, 4 * 256, 4 * 256, ready)
+        m.copy(m.address(lookup), tables, m.u32(0), 1, 4 * 64, ready)
+
+    seen = m.load(most, row)
+    seen = m.where(seen < work.places * work.piece * work.parts, seen, m.u32(work.places * work.piece * work.parts))
+    tiles = (seen + (ENTRIES - 1)) >> 6
+    steps = m.where(tiles > worker, m.quotient(tiles - worker + (stride - 1), stride)[0], m.u32(0))
+
+    def located(t):
+        """Place in the table of this lane's piece of step t, and which part of the page it is."""
+        place = (worker + t * stride) * work.pieces + m.where(m.lane < work.pieces, m.lane, m.u32(0))
+        last = work.places * work.parts - 1
+        place = m.where(place < last, place, m.u32(last))
+        return (place, m.u32(0)) if work.parts == 1 else m.quotient(place, work.parts)
+
+    def page_of(t):
+        return m.load(table, row * work.places + located(t)[0])
+
+    def fetch(t, slot, page):
+        barrier, size = arrived + slot * 8, work.piece * RECORD
+        page = m.where(page < work.pages, page, m.where(page >> 31 == 0, m.u32(work.pages - 1), m.u32(0)))
+        with m.when(m.lane == 0):
+            m.expect(barrier, STEP)
+        with m.when(m.lane < work.pieces):
+            piece = page * work.parts + located(t)[1]
+            m.copy(target + slot * STEP + m.lane * size, pool, piece, size, size, barrier)
+
+    def start(t):
+        with m.when(steps > t):
+            fetch(m.u32(t), m.u32(t), page_of(m.u32(t)))
+
+    with m.when(fetches):
+        for t in range(stages):
+            start(t)
+    [page] = m.cond(fetches, lambda: [page_of(m.u32(stages))], [m.u32(0)])
+    m.wait(ready, m.u32(0))
+
+    entry = warp * 16 + (m.lane >> 2)
+    limits = [m.u32(0)] * 2
+    if work.maxima:
+        limits = [m.load(visible, row * queries + m.where(q < queries, q, m.u32(0))) for q in _columns(m, queries)]
+
+    def take(t, slot, phase, page):
+        """This thread's part of the keys of step t; their place becomes that of step t + stages."""
+        with m.when(t < steps):
+            m.wait(arrived + slot * 8, phase)
+        first = own + slot * (STEP // 4) + entry * (RECORD // 4)
+        a, factors = unpack_keys(m, ring, lookup, first)
+        m.sync_warpgroup(warpgroup + 1)
+
+        def refill():
+            m.hold()
+            with m.when(t + stages < steps):
+                fetch(t + stages, slot, page)
+            # Used one step later: nothing waits for it here.
+            return [page_of(t + (stages + 1))]
+
+        [following] = m.cond(fetches, refill, [m.u32(0)])
+        wraps = slot == stages - 1
+        following = [m.where(wraps, m.u32(0), slot + 1), m.where(wraps, phase ^ 1, phase), following]
+        return [*a, *factors], following
+
+    def finish(t, products, factors):
+        own_words = m.load4(words, m.lane * 8)
+        scales = [m.floats(m.load(words, m.lane * 8 + 4 + i)) for i in range(2)]
+        results = weighted_sums(m, queries, m.finish_dots(0, products), own_words)
+        values = [[results[half][j] * (factors[half] * scales[j]) for j in range(min(2, queries))] for half in range(2)]
+        store = store_maxima if work.maxima else store_scores
+        store(m, work, out, row, (worker + t * stride) * ENTRIES + entry, values, limits)
+
+    def step(t, *state):
+        if tiling.ahead:
+            keys, place = state[:-3], state[-3:]
+            products = m.start_dots(keys[:16], b, HEADS * queries)
+            following, place = take(t + 1, *place)
+        else:
+            keys, place = take(t, *state)
+            products, following = m.start_dots(keys[:16], b, HEADS * queries), []
+        finish(t, products, keys[16:])
+        return [t + 1, *following, *place]
+
+    place = [m.u32(0), m.u32(0), page]
+    keys, place = take(m.u32(0), *place) if tiling.ahead else ([], place)
+    m.while_loop(lambda t, *_: t < steps, step, [m.u32(0), *keys, *place])
 
 
-def unpack_keys(m, ring, lookup, places):
-    """This thread's part of 64 keys as left operand of `ptx.dots`, and the largest scale of its two entries, fp32.
+def _columns(m, queries):
+    """The queries, of at most two, of which this thread has results."""
+    return [(m.lane & 3) * 2 + j for j in range(min(2, queries))]
+
+
+def weighted_sums(m, queries, products, own_words):
+    """Σ relu(dot) x weight for the two entries of a thread and two queries: [half][j]."""
+    quad = m.lane & 3
+    # Query i is column i of its product: element i % 2 of lane i // 2 of each four.
+    results = [[None] * 2 for _ in range(2)]
+    for i in range(queries):
+        c = [m.f32(0.0)] * 4
+        for s in range(2):
+            d = products[16 * i + 8 * s :][:8]
+            heads = [m.pack_relu(d[2 * j], d[2 * j + 1]) for j in range(4)]
+            c = m.weighted(heads, own_words[2 * s : 2 * s + 2], c)
+        for half in range(2):
+            value, before = c[2 * half + i % 2], results[half][i % 2]
+            results[half][i % 2] = value if before is None else m.where(quad == i // 2, value, before)
+    return results
+
+
+def store_scores(m, work, out, row, entry, values, _):
+    for j, query in enumerate(_columns(m, work.queries)):
+        with m.when(query < work.queries):
+            start = (row * work.queries + query) * work.width + entry
+            for half in range(2):
+                m.store(out, start + BLOCK * half, values[half][j])
+
+
+def store_maxima(m, work, out, row, entry, values, limits):
+    quad, columns = m.lane & 3, len(values[0])
+    usable = [[entry + BLOCK * half < limit for limit in limits] for half in range(2)]
+    kept = [[m.where(usable[half][j], values[half][j], m.f32(-math.inf)) for j in range(columns)] for half in range(2)]
+    best = block_maxima(m, kept)
+    query = quad * 2 + ((m.lane >> 3) & 1) if columns == 2 else quad
+    leads = (m.lane & (4 if columns == 2 else 12)) == 0
+    block = (entry >> 3) + (m.lane >> 4)
+    with m.when(leads & (query < work.queries)):
+        m.store(out, (row * work.queries + query) * work.width + block, best)
+
+
+def block_maxima(m, values):
+    """The largest, no NaN, of [half][j] over the eight lanes of equal number modulo 4, those of a block of entries: of
+    half lane // 16 and, where there are two, j = lane // 8 % 2."""
+
+    def split(low, high, distance):
+        upper = (m.lane & distance) != 0
+        return m.maximum(m.where(upper, high, low), m.exchange(m.where(upper, low, high), distance))
+
+    best = [split(low, high, 16) for low, high in zip(*values, strict=True)]
+    best = split(*best, 8) if len(best) == 2 else m.maximum(best[0], m.exchange(best[0], 8))
+    best = m.maximum(best, m.exchange(best, 4))
+    return m.maximum(best, m.f32(-math.inf))
+
+
+def unpack_keys(m, ring, lookup, place):
+    """This thread's part of 64 keys as left operand of the products, and the largest scale of its two entries, fp32.
+
+    A thread has a whole group of 32 channels of each of its entries, so that it needs one table for each.
 
     Args:
       ring: u32, records.
       lookup: u32, `key_tables`.
-      places: word at which each of the two entries begins.
+      place: word at which the first of its two entries begins; the other is BLOCK entries behind.
     """
     quad = m.lane & 3
-    zero = m.u32(0)
-    tops, exponents, bottom = [], [], []
-    for place in places:
-        scales = m.load(ring, place + 16)
-        e = [m.permute(scales, zero, m.u32(0x4440 + g)) for g in range(4)]
-        tops.append(_extreme(m, e, lambda x, y: x > y))
-        bottom.append(_extreme(m, e, lambda x, y: x < y))
-        exponents.append(e)
-    fast, slow = [], []
-    for top, e in zip(tops, exponents, strict=True):
-        low, high = m.u32(0x54504800) - top * 0x08080800, m.u32(0x64605C58) - top * 0x08080808
-        for x in e:
-            fast += [x * 0x08080800 + low, x * 0x08080808 + high]
+    starts = 0, BLOCK * (RECORD // 4)
+    both = m.load_near(ring, place, [start + 16 for start in starts])
+    words = m.load_near(ring, place + quad * 4, [start + word for start in starts for word in range(4)])
+    # The upper byte of each half belongs to an entry: all four scales of it in turn, then that of this thread's group.
+    tops = m.larger_halves(
+        m.larger_halves(m.permute(*both, m.u32(0x5410)), m.permute(*both, m.u32(0x7632))),
+        m.larger_halves(m.permute(*both, m.u32(0x4501)), m.permute(*both, m.u32(0x6723))),
+    )
+    upper = 0xFF00FF00
+    tops = tops & upper
+    down = tops - (m.permute(*both, quad * 0x1111 + 0x4400) & upper)
+    downs = [(down >> 8) & 0xFF, down >> 24]
+    fast = []
+    for d in downs:
+        fast += [m.u32(0x54504800) - d * 0x08080800, m.u32(0x64605C58) - d * 0x08080808]
 
     def look_up():
-        for top, e in zip(tops, exponents, strict=True):
-            for x in e:
-                down = top - x
-                index = m.where(down < 31, down, m.u32(31)) * 2
-                slow.extend([m.load(lookup, index), m.load(lookup, index + 1)])
+        slow = []
+        for d in downs:
+            index = m.where(d < 31, d, m.u32(31)) * 2
+            slow += [m.load(lookup, index), m.load(lookup, index + 1)]
         return slow
 
-    wide = (tops[0] - bottom[0] > NARROW) | (tops[1] - bottom[1] > NARROW)
-    tables = m.cond(m.any(wide), look_up, fast)
+    # A scale at most 2^7 below the largest needs no look at the table.
+    tables = m.cond(m.any((down & 0xF800F800) != 0), look_up, fast)
     a = [None] * 16
-    for half, place in enumerate(places):
-        for g in range(4):
-            low, high = tables[8 * half + 2 * g : 8 * half + 2 * g + 2]
-            w = m.load(ring, place + quad + 4 * g)
+    for half in range(2):
+        low, high = tables[2 * half : 2 * half + 2]
+        for word, w in enumerate(words[4 * half : 4 * half + 4]):
             codes, even = w & 0x77777777, w << 4
             for part in range(2):
                 magnitude = m.permute(low, high, codes >> 16 if part else codes)
                 # The sign of an even channel is bit 7 of a byte of `even`, of an odd one that of a byte of `w`.
                 signs = m.permute(even, w, m.u32((0x5140, 0x7362)[part]))
-                a[4 * g + 2 * part + half] = magnitude | (signs & 0x80808080)
-    return a, [m.floats(top << 23) for top in tops]
-
-
-def _extreme(m, values, better):
-    best = values[0]
-    for x in values[1:]:
-        best = m.where(better(x, best), x, best)
-    return best
+                a[4 * word + 2 * part + half] = magnitude | (signs & 0x80808080)
+    return a, [m.floats((tops & 0xFF00) << 15), m.floats((tops & 0xFF000000) >> 1)]

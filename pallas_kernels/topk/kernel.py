@@ -15,7 +15,7 @@ from pallas_kernels.topk import select, simt
 
 WIDTH = 256
 """A row of the kernel is a whole number of lines of this many scores: the copy engine moves boxes of lines."""
-MAX_K = 512
+MAX_K = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Tiling:
     blocks: int
     """Thread blocks (a cluster) per row, at most 8; tile t belongs to block t % blocks."""
     warpgroups: int = 8
-    """Warpgroups of 128 threads per block; a power of 2, with a thread for each of the k results."""
+    """Warpgroups of 128 threads per block; a power of 2."""
     tile: int = 16_384
     """Scores per copy; a multiple of 4 per thread in each part."""
     parts: int = 2
@@ -49,23 +49,25 @@ class Tiling:
         """Why `k` results cannot be selected with this tiling, or None."""
         if self.part * self.parts != self.tile or self.part % (4 * self.threads) or self.tile % WIDTH:
             return "tile is not a multiple of 4 per thread in each part"
-        if self.threads < k or self.capacity % self.threads or self.capacity < max(self.part + 2 * k, self.blocks * k):
-            return "capacity or threads are too few"
+        if self.tile < 2 * k or self.capacity % self.threads or self.capacity < max(self.part + 2 * k, self.blocks * k):
+            return "tile or capacity are too small"
         if 4 * self.stages * self.tile + 8 * self.capacity + 4 * self.threads > 224 * 1024:
             return "copies and candidates exceed the shared memory"
         return None
 
 
-def default_tiling(rows: int, entries: int) -> Tiling:
+def default_tiling(rows: int, entries: int, k: int = 512) -> Tiling:
     """One block on each of 132 multiprocessors where there is enough to read.
 
-    Clusters of 8 blocks are for up to 8 rows: more are not resident together.
+    Clusters of 8 blocks are for up to 8 rows: more are not resident together. More results need smaller tiles beside
+    their candidates.
     """
+    tiling = Tiling(1) if k <= 512 else Tiling(1, tile=8192, parts=1, capacity=16_384)
     most = 8 if rows <= 8 else 4
     blocks = 1
-    while blocks < most and rows * blocks * 2 <= Tiling.resident and entries // (blocks * 2) >= Tiling.tile:
+    while blocks < most and rows * blocks * 2 <= tiling.resident and entries // (blocks * 2) >= tiling.tile:
         blocks *= 2
-    return Tiling(blocks)
+    return dataclasses.replace(tiling, blocks=blocks)
 
 
 @functools.partial(jax.jit, static_argnames=("k", "tiling"))
@@ -78,9 +80,9 @@ def topk_pallas(
     entries are padded to a multiple of 64 WIDTH.
     """
     rows, entries = scores.shape
-    if tiling is None and rows == 1 and entries > 1 << 19:
+    if tiling is None and rows == 1 and entries > 1 << 19 and k <= 512:
         return _in_two_rounds(scores, lengths, k)
-    tiling = tiling or default_tiling(rows, entries)
+    tiling = tiling or default_tiling(rows, entries, k)
     if obstacle := tiling.obstacle(k):
         raise ValueError(f"{tiling} for k = {k}: {obstacle}")
     blocks, tile, stages = tiling.blocks, tiling.tile, tiling.stages

@@ -18,7 +18,7 @@ from pallas_kernels.topk.block import COUNTERS, Buffer
 _KEPT, _TOTAL = 6, 7
 """Uses of `Buffer.counters` beside those of `block`."""
 _GROUPS = 1024
-"""The first threshold of a row comes from the maxima of about this many groups of scores."""
+"""The first threshold of a row comes from the maxima of about this many groups of scores, or of twice k if more."""
 _TOGETHER = 8
 """Scores of a thread that are compared before the warp votes on whether one of them is a candidate."""
 _FEW = 4
@@ -163,16 +163,20 @@ def _gather(m, buffer: Buffer, rank, blocks: int, count):
 
 
 def _emit(m, buffer: Buffer, out, start, count, k: int) -> None:
-    """Writes the `count` <= k <= threads indices of the buffer to out[start:], ascending, then -1."""
-    held = m.tid < count
-    index = m.load(buffer.indices, m.tid)
-    low, high = block.extremes(m, buffer, _candidates(m, count, lambda place: index))
+    """Writes the `count` <= k indices of the buffer to out[start:], ascending, then -1."""
+    places = [m.tid + first for first in range(0, k, m.threads)]
+    held = [place < count for place in places]
+    indices = [m.load(buffer.indices, place) for place in places]
+    low, high = block.extremes(m, buffer, _candidates(m, count, lambda place: m.load(buffer.indices, place)))
     shift = block.digit_shift(m, high - low)
-    bucket = m.where(held, (index - low) >> shift, m.u32(0))
-    with m.when(~held & (m.tid < k)):
-        m.store(out, start + m.tid, m.u32(0xFFFFFFFF))
+    buckets = [m.where(h, (index - low) >> shift, m.u32(0)) for h, index in zip(held, indices, strict=True)]
+    for h, place in zip(held, places, strict=True):
+        with m.when(~h & (place < k)):
+            m.store(out, start + place, m.u32(0xFFFFFFFF))
     # Counting sort by bucket, whose order inside is arbitrary, then a rank inside the bucket.
-    [order] = m.cond(held, lambda: [m.atomic_add(buffer.histogram, bucket, m.u32(1))], [m.u32(0)])
+    orders = []
+    for h, bucket in zip(held, buckets, strict=True):
+        orders += m.cond(h, lambda bucket=bucket: [m.atomic_add(buffer.histogram, bucket, m.u32(1))], [m.u32(0)])
     m.sync()
     size = m.load(buffer.histogram, m.tid)
     before = block.exclusive_sum(m, buffer, size)
@@ -180,18 +184,21 @@ def _emit(m, buffer: Buffer, out, start, count, k: int) -> None:
     with m.when(m.tid == 0):
         m.store(buffer.histogram, m.threads, count)
     m.sync()
-    first = m.load(buffer.histogram, bucket)
-    last = m.load(buffer.histogram, bucket + 1)
-    with m.when(held):
-        m.store(buffer.scores, first + order, index)
+    firsts = [m.load(buffer.histogram, bucket) for bucket in buckets]
+    lasts = [m.load(buffer.histogram, bucket + 1) for bucket in buckets]
+    for h, first, order, index in zip(held, firsts, orders, indices, strict=True):
+        with m.when(h):
+            m.store(buffer.scores, first + order, index)
     m.sync()
 
-    def smaller(position, rank):
-        return [position + 1, rank + m.where(m.load(buffer.scores, position) < index, m.u32(1), m.u32(0))]
+    for h, first, last, index in zip(held, firsts, lasts, indices, strict=True):
 
-    with m.when(held):
-        _, rank = m.while_loop(lambda position, rank: position < last, smaller, [first, first])
-        m.store(out, start + rank, index)
+        def smaller(position, rank, index=index):
+            return [position + 1, rank + m.where(m.load(buffer.scores, position) < index, m.u32(1), m.u32(0))]
+
+        with m.when(h):
+            _, rank = m.while_loop(lambda position, _, last=last: position < last, smaller, [first, first])
+            m.store(out, start + rank, index)
     m.sync()
     m.store(buffer.histogram, m.tid, m.u32(0))
 
@@ -202,7 +209,7 @@ def _first_threshold(m, buffer: Buffer, scores, k: int):
     With scores split into groups, at least k scores reach the k-th largest of the groups' maxima. Random scores let
     only a few more than k through.
     """
-    groups = min(len(scores), max(1, _GROUPS // m.threads))
+    groups = min(len(scores), max(1, max(_GROUPS, 2 * k) // m.threads))
     keys = []
     for group in range(groups):
         best = m.f32(-math.inf)
