@@ -92,7 +92,7 @@ class Layout:
     @property
     def spans_processes(self) -> bool:
         """Whether some of the devices belong to another process of the JAX cluster."""
-        return self.mesh is not None and not self.by_rank.is_fully_addressable
+        return isinstance(self.mesh, Mesh) and not self.by_rank.is_fully_addressable
 
     def put(self, tree: Any) -> Any:
         """Arrays of this process's ranks along axis 0 on their devices; unchanged on one device."""

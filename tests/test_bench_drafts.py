@@ -1,56 +1,27 @@
 """The measurement of drafting: forced confidences, reliability tables, and the script as a whole."""
 
-import dataclasses
 import json
 import re
-import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
-from golden import drafting_model
+from bench_scripts import run_script, small_config
 
 from dsv4jax.benchmark.report import Report, reliability, text_table
 from dsv4jax.checkpoint.random import random_params
-from dsv4jax.config import ModelConfig
 from dsv4jax.draft_statistics import step_statistics
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import bench_drafts
-
-
-def small_config() -> ModelConfig:
-    """Two layers and a draft stage."""
-    return dataclasses.replace(
-        drafting_model().cfg,
-        num_hidden_layers=2,
-        num_nextn_predict_layers=1,
-        compress_ratios=(2, 1, 0),
-        kv_source_layer_ids=(0, 1),
-        index_source_layer_ids=(0, 1),
-        candidate_source_layer_id=1,
-        engram_layer_ids=(0,),
-        dspark_target_layer_ids=(0, 1),
-        dspark_n_routed_experts=8,
-        hc_sinkhorn_iters=2,
-    )
 
 
 @pytest.fixture
-def script(tmp_path, monkeypatch):
+def script(tmp_path):
     """Runs it on the small model; returns what it wrote."""
-    monkeypatch.setattr(bench_drafts, "random_params", lambda cfg, numerics, layout: random_params(cfg, 3))
     (tmp_path / "config.json").write_text(json.dumps(small_config().to_dict()))
 
     def run(*arguments: str) -> dict:
         output = tmp_path / "out.json"
         given = [f"--model={tmp_path}", f"--output={output}", "--implementation=reference", "--ranks=1", *arguments]
-        with flagsaver.flagsaver():
-            flags.FLAGS(["bench", *given])
-            bench_drafts.main(["bench"])
+        run_script("bench_drafts", *given, random_params=lambda cfg, numerics, layout: random_params(cfg, 3))
         return json.loads(output.read_text())
 
     return run

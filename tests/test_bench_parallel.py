@@ -7,19 +7,15 @@ from checkpoint_files import run_python
 
 PROGRAM = """
 import json, sys
-sys.path[:0] = ["scripts"]
-from absl import flags
-from test_bench_drafts import small_config
-import bench_parallel
+from bench_scripts import run_script, small_config
 from dsv4jax.checkpoint.random import random_params
 
 path, *given = sys.argv[1:]
 with open(path + "/config.json", "w") as file:
     json.dump(small_config().to_dict(), file)
-bench_parallel.random_params = lambda cfg, numerics, layout: random_params(cfg, 3, layout)
-flags.FLAGS(["bench", "--model=" + path, "--output=" + path + "/out.json", "--implementation=reference",
-             "--link_megabytes=1", "--repeats=1", *given])
-bench_parallel.main(["bench"])
+run_script("bench_parallel", "--model=" + path, "--output=" + path + "/out.json", "--implementation=reference",
+           "--link_megabytes=1", "--repeats=1", *given,
+           random_params=lambda cfg, numerics, layout: random_params(cfg, 3, layout))
 """
 
 

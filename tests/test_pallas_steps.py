@@ -6,17 +6,19 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from hopper import on_hopper
+from hopper import hopper_mesh, on_hopper
 
 from dsv4jax.batch import (
     DecodeBucket,
     DecodeTokens,
     PrefillBucket,
     PrefillChunk,
+    concatenate_batches,
     decode_batch,
     prefill_batch,
     speculative_batch,
 )
+from dsv4jax.benchmark.steps import decode_case
 from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.model.draft import block_layout, store_context
@@ -25,6 +27,7 @@ from dsv4jax.numerics import FAST, REFERENCE
 from dsv4jax.packing import param_shapes
 from dsv4jax.speculation import draft_step
 from dsv4jax.steps import decode_step, prefill_step
+from sharding import Layout, expert_parallel
 
 CFG = reduced_config(6, n_routed_experts=48, engram_vocab_size=1000, dspark_n_routed_experts=8)
 CACHE = CacheConfig(slots=16, pages=16 * 40)
@@ -53,6 +56,23 @@ def test_the_steps_lower_for_hopper(step, numerics):
         # Records of the caches are written by kernels, in place.
         scatters = re.findall(r"stablehlo\.scatter.*?\}\) : \((tensor<[^>]*>)", text, re.DOTALL)
         assert scatters and not [kind for kind in scatters if "ui8" in kind]
+
+
+def test_a_step_over_two_devices_lowers_for_hopper():
+    numerics = dataclasses.replace(FAST, implementation="pallas")
+    layout = Layout(hopper_mesh(2), expert_parallel())
+    case = decode_case(CFG, 16, 1, 2000)
+    both = dataclasses.replace(case.cache_cfg, slots=2 * case.cache_cfg.slots, pages=2 * case.cache_cfg.pages)
+    with jax.sharding.use_abstract_mesh(layout.mesh):
+        batch, cache = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.by_rank),
+            (concatenate_batches([case.batch] * 2), jax.eval_shape(lambda: init_cache(CFG, both, numerics))),
+        )
+        params = param_shapes(CFG, numerics, layout)
+        traced = decode_step.trace(params, cache, batch, cfg=CFG, numerics=numerics, layout=layout)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") >= 10
+    assert "all_gather" in text and "reduce_scatter" in text
 
 
 def test_the_draft_stages_lower_for_hopper():

@@ -1,0 +1,47 @@
+"""What tests of the measuring scripts share: the scripts themselves, and a model that compiles fast."""
+
+import dataclasses
+import functools
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+from absl import flags
+from golden import drafting_model
+
+from dsv4jax.config import ModelConfig
+
+
+def run_script(name: str, *arguments: str, **replaced: object) -> None:
+    """Runs `main` of a script, with other values for some of its names.
+
+    Its flags are its own: other scripts in the process have flags of the same names.
+    """
+    own = flags.FlagValues()
+    kinds = [kind for kind in dir(flags) if kind.startswith("DEFINE_")]
+    defining = {kind: functools.partial(getattr(flags, kind), flag_values=own) for kind in kinds}
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / f"scripts/{name}.py")
+    script: ModuleType = importlib.util.module_from_spec(spec)
+    with mock.patch.multiple(flags, **defining):
+        spec.loader.exec_module(script)
+    with mock.patch.multiple(script, **replaced):
+        own([name, *arguments])
+        script.main([name])
+
+
+def small_config() -> ModelConfig:
+    """Two layers and a draft stage."""
+    return dataclasses.replace(
+        drafting_model().cfg,
+        num_hidden_layers=2,
+        num_nextn_predict_layers=1,
+        compress_ratios=(2, 1, 0),
+        kv_source_layer_ids=(0, 1),
+        index_source_layer_ids=(0, 1),
+        candidate_source_layer_id=1,
+        engram_layer_ids=(0,),
+        dspark_target_layer_ids=(0, 1),
+        dspark_n_routed_experts=8,
+        hc_sinkhorn_iters=2,
+    )
