@@ -4,7 +4,7 @@ One scheduler decides for all data-parallel ranks, which run each step together;
 in it. One step may carry prefill chunks and the next tokens of every running request. The order of events for each step
 is `schedule`, dispatch, later `update`; other steps may be in flight in between, so that a choice may have tokens that
 only the device knows, and a finished or preempted one may still be computed once more, which nobody reads. With drafts
-a step brings a choice one token or several, and while it is in flight the host does not know how many; see `rank`.
+a step brings a choice one token or several, and while it is in flight the host does not know how many; see `decoding`.
 
 A waiting request goes to a rank with a free slot and pages for it, and of these to the one that will have the least
 load with it. Load is counted in tokens of prefill: those left to run, 256 more for each running request, 1/64 more for
