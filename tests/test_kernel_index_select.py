@@ -16,11 +16,10 @@ from dsv4jax.model import indexer
 from dsv4jax.numerics import FAST
 from dsv4jax.quant import pack_mxfp4, qdq_mxfp4, unpack_mxfp4
 from pallas_kernels.index_select import arg_specs, index_select, kernel, pack_kernel, reference
-from pallas_kernels.index_select.pack import pack_queries
 from pallas_kernels.index_select import scores as kernel_scores
+from pallas_kernels.index_select.pack import pack_queries
 from pallas_kernels.index_select.scores import Tiling, default_tiling, key_tables, unpack_keys
 from pallas_kernels.topk.reference import topk_reference
-
 
 pack_keys, round_queries = jax.jit(pack_mxfp4), jax.jit(qdq_mxfp4)
 unpack_keys_of = jax.jit(lambda pool: unpack_mxfp4(pool, jnp.float32))
@@ -129,7 +128,11 @@ def test_forms_select_what_the_reference_selects(monkeypatch, many, publish):
     q, weights, pool, table, requests, visible = example(3, 4, 20, 32)
     pool = pool[:7][rng.integers(0, 7, pool.shape[0])]
     for name, value in dict(
-        scores=plain_scores, topk_pallas=topk_reference, pack_queries=lambda *a: a, MANY_ENTRIES=many, SCORE_BYTES=60_000
+        scores=plain_scores,
+        topk_pallas=topk_reference,
+        pack_queries=lambda *a: a,
+        MANY_ENTRIES=many,
+        SCORE_BYTES=60_000,
     ).items():
         monkeypatch.setattr(kernel, name, value)
     arguments = q, weights, pool, table, requests, visible, 70
@@ -138,7 +141,9 @@ def test_forms_select_what_the_reference_selects(monkeypatch, many, publish):
     np.testing.assert_array_equal(got, want)
     if publish:
         np.testing.assert_array_equal(published, want_published)
-        got, _ = jax.jit(lambda *a: kernel.index_select.__wrapped__(*a[:-1], 70, a[-1], 8, 0))(*arguments[:-1], published)
+        got, _ = jax.jit(lambda *a: kernel.index_select.__wrapped__(*a[:-1], 70, a[-1], 8, 0))(
+            *arguments[:-1], published
+        )
         want, _ = index_select(*arguments, want_published, implementation="reference")
         np.testing.assert_array_equal(got, want)
 
@@ -228,9 +233,14 @@ class Machine(row_emulator.Machine):
         return self.pack_f16(np.maximum(low, 0), np.maximum(high, 0))
 
     def weighted(self, a, b, c):
-        halves = [np.broadcast_to(x, self.threads).astype(np.uint32).view(np.float16).reshape(-1, 32, 2) for x in (*a, *b)]
+        halves = [
+            np.broadcast_to(x, self.threads).astype(np.uint32).view(np.float16).reshape(-1, 32, 2) for x in (*a, *b)
+        ]
         lane = np.arange(32)
-        left, right = np.zeros((self.threads // 32, 16, 16), np.float32), np.zeros((self.threads // 32, 16, 8), np.float32)
+        left, right = (
+            np.zeros((self.threads // 32, 16, 16), np.float32),
+            np.zeros((self.threads // 32, 16, 8), np.float32),
+        )
         for i in range(4):
             for j in range(2):
                 left[:, lane // 4 + i % 2 * 8, lane % 4 * 2 + i // 2 * 8 + j] = halves[i][..., j]
@@ -249,7 +259,7 @@ def emulated_scores(pool, table, visible, elements, lanes, width, tiling, maxima
         width // 8 if maxima else width, maxima, tiling,
     )  # fmt: skip
     out = simt_emulator.Array(np.full(rows * queries * work.width, 777, np.float32))
-    inputs = [pool, table, visible.max(1), visible, elements, lanes, key_tables()]
+    inputs = [pool, table, visible, elements, lanes, key_tables()]
     inputs = [simt_emulator.Array(np.ascontiguousarray(x).reshape(-1).view(np.uint32)) for x in map(np.asarray, inputs)]
     words = tiling.warpgroups * tiling.stages
     for row in range(rows):

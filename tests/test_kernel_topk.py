@@ -150,9 +150,7 @@ def test_two_rounds(monkeypatch, case, length):
     np.testing.assert_array_equal(got[0], expected(row, length, 64))
 
 
-@pytest.mark.parametrize(
-    "change", [dict(capacity=8192), dict(stages=4), dict(parts=3), dict(capacity=9000)]
-)
+@pytest.mark.parametrize("change", [dict(capacity=8192), dict(stages=4), dict(parts=3), dict(capacity=9000)])
 def test_impossible_tilings_are_refused(change):
     tiling = dataclasses.replace(kernel.default_tiling(64, 1 << 20), **change)
     with pytest.raises(ValueError, match="for k = 512"):
