@@ -15,10 +15,14 @@ from row_emulator import emulate
 from dsv4jax.model import indexer
 from dsv4jax.numerics import FAST
 from dsv4jax.quant import pack_mxfp4, qdq_mxfp4, unpack_mxfp4
-from pallas_kernels.index_select import arg_specs, index_select, pack_kernel
-from pallas_kernels.index_select.pack import pack_queries
+from pallas_kernels.index_select import arg_specs, index_select, kernel, pack_kernel, reference
 from pallas_kernels.index_select import scores as kernel_scores
+from pallas_kernels.index_select.pack import pack_queries
 from pallas_kernels.index_select.scores import Tiling, default_tiling, key_tables, unpack_keys
+from pallas_kernels.topk.reference import topk_reference
+
+pack_keys, round_queries = jax.jit(pack_mxfp4), jax.jit(qdq_mxfp4)
+unpack_keys_of = jax.jit(lambda pool: unpack_mxfp4(pool, jnp.float32))
 
 
 def example(requests, tile, places, per_page, seed=0, key_spread=1):
@@ -26,10 +30,10 @@ def example(requests, tile, places, per_page, seed=0, key_spread=1):
     rng = np.random.default_rng(seed)
     pages = requests * places + 3
     keys = rng.standard_normal((pages, per_page, 4, 32)) * np.exp2(rng.integers(0, key_spread, (pages, per_page, 4, 1)))
-    pool = pack_mxfp4(jnp.asarray(keys.reshape(pages, per_page, 128), jnp.bfloat16))
+    pool = pack_keys(jnp.asarray(keys.reshape(pages, per_page, 128), jnp.bfloat16))
     table = rng.permutation(pages)[: requests * places].reshape(requests, places).astype(np.int32)
     tokens = requests * tile
-    q = qdq_mxfp4(jnp.asarray(rng.standard_normal((tokens, 32, 128)), jnp.bfloat16))
+    q = round_queries(jnp.asarray(rng.standard_normal((tokens, 32, 128)), jnp.bfloat16))
     weights = jnp.asarray(rng.standard_normal((tokens, 32)) / 64, jnp.bfloat16)
     last = places * per_page - rng.integers(0, per_page, (requests, 1)) * np.arange(requests)[:, None]
     visible = np.maximum(last - np.arange(tile)[::-1], 0).astype(np.int32)
@@ -83,7 +87,8 @@ def test_reference_selects_what_the_model_selects(tile):
     ("change", "message"),
     [
         (dict(implementation="triton"), "triton"),
-        (dict(implementation="pallas", k=513), "k = 513"),
+        (dict(implementation="pallas", k=2049), "k = 2049"),
+        (dict(implementation="pallas", publish=2050), "publish = 2050"),
         (dict(k=-1), "k = -1"),
         (dict(publish=4, candidates=jnp.zeros((3, 4), jnp.int32)), "publish = 4"),
     ],
@@ -100,6 +105,47 @@ def test_without_tokens_or_entries():
     selected, published = index_select(q, weights, pool, table[:, :0], requests, visible * 0, 8, publish=2)
     np.testing.assert_array_equal(selected, np.full((3, 8), -1))
     np.testing.assert_array_equal(published, np.full((3, 2), -1))
+
+
+def plain_scores(pool, table, visible, q, weights, width, _, maxima=False):
+    """What the score kernel computes, in plain JAX; what it does not write is +inf here."""
+    rows, queries = visible.shape
+    keys = unpack_mxfp4(pool[table], jnp.float32).reshape(rows, -1, 128)
+    found = jax.vmap(reference.index_scores)(q, weights, keys)
+    found = jnp.pad(found, ((0, 0), (0, 0), (0, width - found.shape[2])), constant_values=jnp.inf)
+    place, last = jnp.arange(width), visible.max(1)[:, None, None]
+    if maxima:
+        found = jnp.where(place < visible[..., None], found, -jnp.inf).reshape(rows, queries, -1, 8).max(-1)
+        place, last = place[::8] // 8, -(-last // 8)
+    return jnp.where(place < last, found, jnp.inf).reshape(rows * queries, -1)
+
+
+@pytest.mark.parametrize("many", [1, 1 << 30])
+@pytest.mark.parametrize("publish", [0, 1, 40])
+def test_forms_select_what_the_reference_selects(monkeypatch, many, publish):
+    """Everything around the two kernels, with many ties: plain, by the maxima of blocks, publishing, restricted."""
+    rng = np.random.default_rng(0)
+    q, weights, pool, table, requests, visible = example(3, 4, 20, 32)
+    pool = pool[:7][rng.integers(0, 7, pool.shape[0])]
+    for name, value in dict(
+        scores=plain_scores,
+        topk_pallas=topk_reference,
+        pack_queries=lambda *a: a,
+        MANY_ENTRIES=many,
+        SCORE_BYTES=60_000,
+    ).items():
+        monkeypatch.setattr(kernel, name, value)
+    arguments = q, weights, pool, table, requests, visible, 70
+    got, published = jax.jit(lambda *a: kernel.index_select.__wrapped__(*a, 70, None, 8, publish))(*arguments[:-1])
+    want, want_published = index_select(*arguments, publish=publish, implementation="reference")
+    np.testing.assert_array_equal(got, want)
+    if publish:
+        np.testing.assert_array_equal(published, want_published)
+        got, _ = jax.jit(lambda *a: kernel.index_select.__wrapped__(*a[:-1], 70, a[-1], 8, 0))(
+            *arguments[:-1], published
+        )
+        want, _ = index_select(*arguments, want_published, implementation="reference")
+        np.testing.assert_array_equal(got, want)
 
 
 class Machine(row_emulator.Machine):
@@ -187,9 +233,14 @@ class Machine(row_emulator.Machine):
         return self.pack_f16(np.maximum(low, 0), np.maximum(high, 0))
 
     def weighted(self, a, b, c):
-        halves = [np.broadcast_to(x, self.threads).astype(np.uint32).view(np.float16).reshape(-1, 32, 2) for x in (*a, *b)]
+        halves = [
+            np.broadcast_to(x, self.threads).astype(np.uint32).view(np.float16).reshape(-1, 32, 2) for x in (*a, *b)
+        ]
         lane = np.arange(32)
-        left, right = np.zeros((self.threads // 32, 16, 16), np.float32), np.zeros((self.threads // 32, 16, 8), np.float32)
+        left, right = (
+            np.zeros((self.threads // 32, 16, 16), np.float32),
+            np.zeros((self.threads // 32, 16, 8), np.float32),
+        )
         for i in range(4):
             for j in range(2):
                 left[:, lane // 4 + i % 2 * 8, lane % 4 * 2 + i // 2 * 8 + j] = halves[i][..., j]
@@ -208,7 +259,7 @@ def emulated_scores(pool, table, visible, elements, lanes, width, tiling, maxima
         width // 8 if maxima else width, maxima, tiling,
     )  # fmt: skip
     out = simt_emulator.Array(np.full(rows * queries * work.width, 777, np.float32))
-    inputs = [pool, table, visible.max(1), visible, elements, lanes, key_tables()]
+    inputs = [pool, table, visible, elements, lanes, key_tables()]
     inputs = [simt_emulator.Array(np.ascontiguousarray(x).reshape(-1).view(np.uint32)) for x in map(np.asarray, inputs)]
     words = tiling.warpgroups * tiling.stages
     for row in range(rows):
@@ -232,12 +283,12 @@ def test_scores_on_the_emulator(queries, per_page, ahead):
     visible = np.asarray(visible).reshape(2, queries) - np.array([[0], [331]])
     visible = np.maximum(visible, 0).astype(np.int32)
     q, weights = q.reshape(2, queries, 32, 128), weights.reshape(2, queries, 32)
-    packed = pack_queries(q, weights)
+    packed = jax.jit(pack_queries)(q, weights)
     width = 1024
     arguments = (pool, table, visible, *packed, width, Tiling(2, 2, 2, ahead))
     got, best = (emulated_scores(*arguments, maxima) for maxima in (False, True))
     for row in range(2):
-        keys = unpack_mxfp4(pool[table[row]], jnp.float32).reshape(-1, 128)
+        keys = unpack_keys_of(pool[table[row]]).reshape(-1, 128)
         want = np.asarray(indexer.index_scores(q[row], weights[row], keys, FAST))
         for i in range(queries):
             n = visible[row, i]

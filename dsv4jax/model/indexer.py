@@ -89,9 +89,10 @@ class Indexer(nnx.Module):
         many_blocks = entries > cfg.candidate_topk_blocks * cfg.candidate_block_size
         restrict = None if self.publishes_candidates or previous is None else previous.candidates
 
-        weights = self.head_weights(x, numerics)
         if numerics.implementation == "pallas":
             q = self.rotated_query(q_latent, by, numerics)
+            # Without the scale of the weights, which multiplies all scores and so changes no selection.
+            weights = linear(x, self.weights_proj, numerics)
             positions, published = index_select(
                 q, weights, pool, layout.page_table, layout.tile_requests, visible, keep, restrict,
                 block_size=cfg.candidate_block_size,
@@ -100,7 +101,7 @@ class Indexer(nnx.Module):
             )  # fmt: skip
             return Selection(positions, published)
 
-        q = self.query(q_latent, by, numerics)
+        q, weights = self.query(q_latent, by, numerics), self.head_weights(x, numerics)
 
         def one_tile(tile):
             q, weights, visible, request, candidates = tile

@@ -9,8 +9,8 @@ better than that, and those equal to it come later, as ties of blocks go to the 
 blocks are scored again, as if they were a token's candidates, and selected from. Published blocks are the best maxima
 but one, and the newest.
 
-Tokens are taken in chunks, so that the scores that exist at a time do not exceed `SCORE_BYTES`, or those of one group of
-at most 8 tokens where these are more, whatever the number of tokens.
+Tokens are taken in chunks, so that the scores that exist at a time do not exceed `SCORE_BYTES`, or those of one group
+of at most 8 tokens where these are more, whatever the number of tokens.
 """
 
 import functools

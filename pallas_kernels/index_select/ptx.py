@@ -105,7 +105,9 @@ class Machine(SimtMachine):
 
     def wait(self, barrier: Lane, parity: Lane) -> None:
         """Returns once the phase of that parity has completed."""
-        text = "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra DONE; bra WAIT; DONE: }"
+        text = (
+            "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra DONE; bra WAIT; DONE: }"
+        )
         _effect(text, "r,r", [barrier, parity])
 
     def copy(self, target: Lane, source: Array, offset: Lane, unit: int, size: int, barrier: Lane) -> None:

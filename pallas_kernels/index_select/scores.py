@@ -129,7 +129,7 @@ def scores(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-    )(pool, table, visible.max(1), visible, elements, lanes, jnp.asarray(key_tables()))
+    )(pool, table, visible, elements, lanes, jnp.asarray(key_tables()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,16 +157,16 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def _body(work: Work, *arguments):
-    @plgpu.inline_mgpu(arg_types=(*(_REF,) * 13, *(_SCALAR,) * 3))
+    @plgpu.inline_mgpu(arg_types=(*(_REF,) * 12, *(_SCALAR,) * 3))
     def run(_, *arguments):
-        refs, scalars = arguments[:13], arguments[13:]
+        refs, scalars = arguments[:12], arguments[12:]
         device_code(ptx.Machine(128), work, *map(simt.array, refs), *map(simt.scalar, scalars))
 
     run(*arguments)
 
 
 def device_code(
-    m, work, pool, table, most, visible, elements, lanes, tables, out, ring, b, words, lookup, barriers, row, block,
+    m, work, pool, table, visible, elements, lanes, tables, out, ring, b, words, lookup, barriers, row, block,
     warpgroup,
 ):  # fmt: skip
     """The code of a thread block."""
@@ -190,9 +190,11 @@ def device_code(
         m.copy(m.address(words), lanes, row, 4 * 256, 4 * 256, ready)
         m.copy(m.address(lookup), tables, m.u32(0), 1, 4 * 64, ready)
 
-    seen = m.load(most, row)
-    seen = m.where(seen < work.places * work.piece * work.parts, seen, m.u32(work.places * work.piece * work.parts))
-    tiles = (seen + (ENTRIES - 1)) >> 6
+    entries, seen = work.places * work.piece * work.parts, m.u32(0)
+    for query in range(queries):
+        limit = m.load(visible, row * queries + query)
+        seen = m.where(limit > seen, limit, seen)
+    tiles = (m.where(seen < entries, seen, m.u32(entries)) + (ENTRIES - 1)) >> 6
     steps = m.where(tiles > worker, m.quotient(tiles - worker + (stride - 1), stride)[0], m.u32(0))
 
     def located(t):
@@ -259,7 +261,7 @@ def device_code(
 
     def step(t, *state):
         if tiling.ahead:
-            keys, place = state[:-3], state[-3:]
+            keys, place = list(state[:-3]), state[-3:]
             products = m.start_dots(keys[:16], b, HEADS * queries)
             following, place = take(t + 1, *place)
         else:

@@ -20,7 +20,7 @@ def topk(
     on (all, if None) do not take part. The result is the same on every run.
 
     Args:
-      implementation: "reference" (plain JAX), "pallas" (Hopper GPUs; fp32, 1 <= k <= 512; reads the scores once,
+      implementation: "reference" (plain JAX), "pallas" (Hopper GPUs; fp32, 1 <= k <= 2048; reads the scores once,
         fastest where `entries` is a multiple of 256) or None for what the device supports.
 
     Raises:

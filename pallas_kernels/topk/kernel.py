@@ -87,7 +87,6 @@ def topk_pallas(
         raise ValueError(f"{tiling} for k = {k}: {obstacle}")
     blocks, tile, stages = tiling.blocks, tiling.tile, tiling.stages
     scores = jnp.pad(scores, ((0, 0), (0, -entries % WIDTH))).reshape(rows, -1, WIDTH)
-    lengths = jnp.clip(lengths, 0, entries)
     threads = tiling.threads
     clusters = min(rows, tiling.resident // blocks)
     # Candidates a block may have left when its part of the row has been read.
@@ -98,9 +97,12 @@ def topk_pallas(
         leader = lax.axis_index("warpgroup") == 0
         scratch = (candidates, indices, histogram, warps, counters)
 
+        def length_of(row):
+            return lax.clamp(0, lengths[row], entries)
+
         def tiles_of(row):
             """Tiles of this block in a row; at least one, so that every row has a step."""
-            tiles = lax.div(lengths[lax.min(row, rows - 1)] + (tile - 1), tile)
+            tiles = lax.div(length_of(lax.min(row, rows - 1)) + (tile - 1), tile)
             return lax.max(lax.div(tiles - rank + (blocks - 1), blocks), 1)
 
         def fetch(number, cursor):
@@ -120,7 +122,7 @@ def topk_pallas(
 
         def select_row(i, carry):
             row = cluster + i * clusters
-            length = lengths[row]
+            length = length_of(row)
             tiles = tiles_of(row)
 
             def step(t, carry):
