@@ -43,7 +43,6 @@ from dsv4jax.model.forced_routing import ROUTINGS
 from dsv4jax.numerics import FAST, Numerics
 from dsv4jax.packing import param_shapes
 from dsv4jax.params import Params
-from dsv4jax.step_flags import NO_COMMAND_BUFFERS
 from sharding import SINGLE, Layout, decode_dep
 from sharding.layout import EXCHANGES
 
@@ -117,7 +116,7 @@ def placed_steps(cfg: ModelConfig, layout: Layout) -> list[PlacedStep]:
 
 
 def measure_step(
-    placed: PlacedStep, program: Any, profiling: Any, params: Params, cfg: ModelConfig, numerics: Numerics, ranks: int
+    placed: PlacedStep, program: Any, params: Params, cfg: ModelConfig, numerics: Numerics, ranks: int
 ) -> dict[str, Any]:
     """Time of a step, and how even the load of so many ranks is that its tokens make."""
     if isinstance(program, Exception):
@@ -141,11 +140,9 @@ def measure_step(
         "uniform_control": float(uniform_balancedness(load.sum(1) / k, k, cfg.n_routed_experts, ranks).mean()),
         "experts_in_use": float((load > 0).sum(1).mean()),
     }
-    if profiling is not None:
+    if _PROFILE.value and layout.ranks > 1 and placed.routing == _ROUTING.value[0]:
         try:
-            if isinstance(profiling, Exception):
-                raise profiling
-            spent = profile_step(profiling, params, cache(), batch, devices=layout.devices)
+            spent = profile_step(program, params, cache(), batch, devices=layout.devices)
             row |= {f"{stage}_microseconds": spent.microseconds.get(stage, 0.0) for stage in ("dispatch", "combine")}
             row |= {"busy_microseconds": spent.busy, "stages": dict(spent.microseconds)}
         except Exception as error:  # The times above stand.
@@ -169,9 +166,7 @@ def run(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) ->
     begin = time.perf_counter()
     lowerings = {case: functools.partial(case.lower, cfg) for case in exchanges}
     lowerings |= {step: functools.partial(step.lower, cfg, numerics) for step in steps}
-    profiled = [s for s in steps if _PROFILE.value and s.layout.ranks > 1 and s.routing == _ROUTING.value[0]]
-    lowerings |= {("profiled", step): lowerings[step] for step in profiled}
-    programs = compile_apart(lowerings, {("profiled", step): NO_COMMAND_BUFFERS for step in profiled})
+    programs = compile_apart(lowerings)
     report.add("compilation", {"programs": len(programs), "seconds": time.perf_counter() - begin})
 
     if exchanges:
@@ -211,8 +206,7 @@ def run_steps(
         names = dict(step.names)
         if step.layout.ranks > 1 and step.case.shape.tokens in exchange_alone:
             names["exchange_alone_milliseconds"] = exchange_alone[step.case.shape.tokens]
-        profiling = programs.get(("profiled", step))
-        measure = functools.partial(measure_step, step, programs[step], profiling, params, cfg, numerics, layout.ranks)
+        measure = functools.partial(measure_step, step, programs[step], params, cfg, numerics, layout.ranks)
         report.attempt("steps", names, measure)
     for requests in _REQUESTS.value if engine else ():
         measure = functools.partial(host_gap, params, cfg, numerics, layout, requests=requests, steps=_STEPS.value)

@@ -132,26 +132,18 @@ def compile_all(lowered: Sequence[jax.stages.Lowered], options: Mapping[str, Any
         return list(pool.map(lambda one: one.compile(compiler_options=dict(options) if options else None), lowered))
 
 
-def compile_apart(
-    lowerings: Mapping[Any, Callable[[], jax.stages.Lowered]], options: Mapping[Any, Mapping[str, Any]] | None = None
-) -> dict[Any, Any]:
+def compile_apart(lowerings: Mapping[Any, Callable[[], jax.stages.Lowered]]) -> dict[Any, Any]:
     """Each program, or the exception that its lowering or compilation raised.
 
     Lowered one after the other, always in the same order: a persistent cache finds programs with kernels by it.
-
-    Args:
-      options: of some of them, in the place of some of `step_flags.STEP_OPTIONS`.
     """
-    options = options or {}
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        futures = {key: pool.submit(_compiled, _caught(lower), options.get(key)) for key, lower in lowerings.items()}
+        futures = {key: pool.submit(_compiled, _caught(lower)) for key, lower in lowerings.items()}
         return {key: future.result() for key, future in futures.items()}
 
 
-def _compiled(lowered: jax.stages.Lowered | Exception, options: Mapping[str, Any] | None) -> Any:
-    if isinstance(lowered, Exception):
-        return lowered
-    return _caught(lambda: lowered.compile(compiler_options=dict(options) if options else None))
+def _compiled(lowered: jax.stages.Lowered | Exception) -> Any:
+    return lowered if isinstance(lowered, Exception) else _caught(lowered.compile)
 
 
 def _caught(function: Callable[[], Any]) -> Any:
