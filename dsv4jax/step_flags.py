@@ -2,7 +2,7 @@
 
 They are given to `jax.jit`, so no environment variable is needed, and each applies to its platform alone: options that
 begin with `xla_gpu_` mean nothing to a CPU. `scripts/bench_steps.py --check_flags` compares outputs and times under
-`VARIANTS`, and `--profile` times every step also with `COMMAND_BUFFERS`.
+`VARIANTS`.
 """
 
 from collections.abc import Mapping

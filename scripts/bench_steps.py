@@ -58,7 +58,7 @@ from dsv4jax.implementation import with_implementation
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
 from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
-from dsv4jax.step_flags import COMMAND_BUFFERS, VARIANTS
+from dsv4jax.step_flags import VARIANTS
 from dsv4jax.steps import decode_step, forward, prefill_step
 from pallas_kernels.timing import ceilings
 from sharding import emulated_rank
@@ -112,10 +112,9 @@ def run_cases(
     layout = emulated_rank(_RANKS.value)
     lowered = [case.lower(params, cfg, numerics, layout) for case in cases]
     programs = compile_all(lowered)
-    with_graphs = compile_all(lowered, COMMAND_BUFFERS) if _PROFILE.value else [None] * len(cases)
     print(f"{len(cases)} steps compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     records = []
-    for case, program, with_graph in zip(cases, programs, with_graphs, strict=True):
+    for case, program in zip(cases, programs, strict=True):
         cache = random_cache(cfg, case.cache_cfg, numerics)
         waited, sent, output = time_step(program, params, cache, case.batch, _REPEATS.value)
         # Each rank's experts stand for those of all ranks.
@@ -135,12 +134,8 @@ def run_cases(
             f"{case.shape.tokens / sent:>12.0f} tokens/s, {record['experts_in_use']:.1f} of {load.shape[1]} experts",
             flush=True,
         )
-        if with_graph is not None:
+        if _PROFILE.value:
             # The last cache was given away.
-            cache = random_cache(cfg, case.cache_cfg, numerics)
-            _, launched, _ = time_step(with_graph, params, cache, case.batch, _REPEATS.value)
-            record["milliseconds_with_command_buffers"] = launched * 1e3
-            print(f"{'  with command buffers':<36}{launched * 1e3:>10.2f} ms", flush=True)
             spent = profile_step(program, params, random_cache(cfg, case.cache_cfg, numerics), case.batch)
             lines = stage_lines(spent, costs, limits)
             print(table(lines, spent, cfg.num_hidden_layers), flush=True)
