@@ -14,6 +14,8 @@ from dsv4jax.weights import declare_array, declare_experts, declare_fp8
 from pallas_kernels.fp8_linear import dequantize_activations, swiglu_activations
 from pallas_kernels.moe_experts import moe_experts
 from pallas_kernels.moe_experts.reference import expert_outputs, sum_of_experts, swiglu
+from pallas_kernels.router_select import router_select
+from pallas_kernels.router_select.reference import routing_weights
 from sharding import SINGLE, Layout
 from sharding.exchange import rank_of, routed_experts
 from sharding.placement import chosen_slots
@@ -35,13 +37,15 @@ class Router(nnx.Module):
         k: int,
         scale: float,
         routing: str = "model",
+        implementation: str = "reference",
     ) -> tuple[Int[Array, "tokens k"], Float[Array, "tokens k"]]:
         """Expert ids, best first with ties to the smaller id, and routing weights from the unbiased scores."""
         scores = sqrt_softplus(linear_fp32(x, self.weight[...]))
-        bias = jnp.where(image_mask[:, None], self.bias_vl[...], self.bias[...])
-        _, experts = lax.top_k(scores + bias if routing == "model" else forced_scores(scores, routing), k)
-        picked = jnp.take_along_axis(scores, experts, -1)
-        return experts, picked / (jnp.sum(picked, -1, keepdims=True) + 1e-20) * scale
+        if routing != "model":
+            _, experts = lax.top_k(forced_scores(scores, routing), k)
+            return experts, routing_weights(scores, experts, scale)
+        biases = self.bias[...], self.bias_vl[...]
+        return router_select(scores, *biases, image_mask, k, scale, implementation=implementation)
 
 
 class Experts(nnx.Module):
@@ -100,7 +104,7 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "tokens hidden"], Int[Array, " experts"]]:
         """Output, and how many of this rank's valid tokens each expert got."""
         values = x.values
-        experts, weights = self.gate(values, image_mask, self.k, self.scale, numerics.routing)
+        experts, weights = self.gate(values, image_mask, self.k, self.scale, numerics.routing, numerics.implementation)
         count = self.gate.bias[...].shape[0]
         load = jnp.bincount(jnp.where(valid[:, None], experts, count).reshape(-1), length=count + 1)[:count]
         routed = self._routed(values, experts, weights, valid, numerics, devices, placement)
