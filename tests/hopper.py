@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jaxlib.mlir import ir
 
 from pallas_kernels.device import hopper_obstacle
 from sharding.rules import RANK_AXIS
@@ -32,3 +33,31 @@ def lowered_for_hopper(fn: Callable[..., Any], *arguments: Any) -> str:
     """The StableHLO of a function for an H200; `arguments` are arrays or their shapes."""
     with on_hopper():
         return jax.jit(fn).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def decided_by_the_host(lowered: jax.stages.Lowered) -> list[str]:
+    """Conditionals and loops of a program for a GPU before which the host would wait for the device.
+
+    Not those whose branch is a constant, or whose end is a constant number of turns.
+    """
+    found = []
+
+    def constant(value: Any) -> bool:
+        owner = value.owner
+        name = getattr(owner, "name", None)
+        return name == "stablehlo.constant" or (name == "stablehlo.case" and constant(owner.operands[0]))
+
+    def visit(operation: Any) -> Any:
+        name = operation.operation.name
+        if name in ("stablehlo.case", "stablehlo.if"):
+            if not constant(operation.operands[0]):
+                found.append(str(operation.location))
+        elif name == "stablehlo.while":
+            (end,) = [o for o in operation.regions[0].blocks[0].operations if o.operation.name == "stablehlo.return"]
+            compared = end.operands[0].owner
+            if getattr(compared, "name", None) != "stablehlo.compare" or not any(map(constant, compared.operands)):
+                found.append(str(operation.location))
+        return ir.WalkResult.ADVANCE
+
+    lowered.compiler_ir("stablehlo").operation.walk(visit)
+    return found
