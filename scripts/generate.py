@@ -28,7 +28,7 @@ from dsv4jax.chat import ReplyParser, encode_chat
 from dsv4jax.checkpoint.engram_tables import HostEngramTables
 from dsv4jax.checkpoint.load import compressed_ids, load_params
 from dsv4jax.config import ModelConfig
-from dsv4jax.export import ExportedGenerator
+from dsv4jax.engine.generating import EngineGenerator
 from dsv4jax.generate import Generator
 from dsv4jax.implementation import with_implementation
 from dsv4jax.numerics import FAST, REFERENCE
@@ -223,8 +223,8 @@ def _exported(
     loaded = time.perf_counter()
     params = load_exported_params(exported, _MODEL.value, cfg)
     placed = time.perf_counter()
-    generator = ExportedGenerator(
-        exported,
+    generator = EngineGenerator(
+        exported.shape,
         programs,
         params,
         prompts,

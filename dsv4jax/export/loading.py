@@ -159,6 +159,20 @@ class _Unflattened:
         return self.program.memory_analysis()
 
 
+def load_weights(path: str | Path, manifest: Manifest, layout: Layout) -> Params:
+    """The parameters of an exported directory; see `ExportedSteps.load_params`."""
+    if not manifest.weights:
+        raise FileNotFoundError(f"{str(path)!r} was exported without weights")
+    shapes = decode(manifest.parameters, layout)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or one)
+        for name, leaf in named_leaves(shapes)
+    }
+    loaded = load_arrays(Path(path) / WEIGHTS, wanted)
+    return jax.tree.unflatten(jax.tree.structure(shapes), [loaded[name] for name in wanted])
+
+
 class ExportedSteps:
     """Steps from an exported directory, to be called as the live ones, or as the programs of an engine.
 
@@ -223,11 +237,6 @@ class ExportedSteps:
         """Whether `load_params` has something to load."""
         return self._manifest.weights
 
-    @property
-    def param_shapes(self) -> Params:
-        """Shapes and shardings of the parameters that the steps take."""
-        return decode(self._manifest.parameters, self.layout)
-
     def load_params(self) -> Params:
         """The parameters that were written beside the steps, on the devices and in the form that the steps take.
 
@@ -235,17 +244,7 @@ class ExportedSteps:
           FileNotFoundError: none were written.
           ValueError: the files do not hold them.
         """
-        if not self.has_weights:
-            raise FileNotFoundError(f"{str(self._directory)!r} was exported without weights")
-        shapes = self.param_shapes
-        # The default device, where there is no mesh.
-        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        wanted = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or one)
-            for name, leaf in named_leaves(shapes)
-        }
-        loaded = load_arrays(self._directory / WEIGHTS, wanted)
-        return jax.tree.unflatten(jax.tree.structure(shapes), [loaded[name] for name in wanted])
+        return load_weights(self._directory, self._manifest, self.layout)
 
     def init_cache(
         self, cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics = REFERENCE, layout: Layout = SINGLE

@@ -18,7 +18,7 @@ from dsv4jax.engine.engine_shape import EngineShape
 from dsv4jax.engine.programs import Program, ProgramKey, compile_programs, list_programs
 from dsv4jax.export.environment import environment
 from dsv4jax.export.manifest import MANIFEST, Artefact, Manifest, ProgramRecord, program_name
-from dsv4jax.export.signature import encode
+from dsv4jax.export.signature import difference, encode
 from dsv4jax.export.trusted import digest
 from dsv4jax.params import Params, named_leaves
 
@@ -63,8 +63,8 @@ def export_steps(
         cfg, shape.cache, shape.buckets, shape.numerics, layout, tables, token_map, expert_slots=shape.expert_slots
     )
     parameters = encode(next(p.arguments[0] for key, p in listed.items() if key in shape.buckets.steps))
-    if params is not None and encode(_shapes(params)) != parameters:
-        raise ValueError("params: their shapes or shardings are not those that the programs take")
+    if params is not None and (found := difference(parameters, encode(_shapes(params)), "params")):
+        raise ValueError(f"{found}: parameters must be as the programs take them")
     if target:
         compiled = {}
     elif compiled is None:

@@ -85,22 +85,28 @@ def difference(exported: Any, here: Any, name: str) -> str | None:
     """The first place in which two signatures differ, with what stands there in both; None if there is none."""
     if exported == here:
         return None
-    if isinstance(exported, dict) and isinstance(here, dict) and exported.keys() == here.keys():
-        if exported.keys() == {"shape", "dtype", "sharding"}:
-            return f"{name}: exported with {_text(exported)}, here {_text(here)}"
-        for key in exported:
-            inner = name if key in ("dict", "tuple", "fields", "static") else f"{name}.{key}"
-            if found := difference(exported[key], here[key], inner):
-                return found
-    if isinstance(exported, list) and isinstance(here, list) and len(exported) == len(here):
-        for i, (one, other) in enumerate(zip(exported, here, strict=True)):
-            if found := difference(one, other, f"{name}.{i}"):
-                return found
-    return f"{name}: exported with {str(exported)[:200]}, here {str(here)[:200]}"
+    ours, theirs = _children(exported), _children(here)
+    if ours is not None and theirs is not None and ours.keys() == theirs.keys():
+        found = (difference(ours[key], theirs[key], f"{name}.{key}") for key in ours)
+        return next(filter(None, found))
+    return f"{name}: exported with {_text(exported)}, here {_text(here)}"
 
 
-def _text(leaf: Mapping[str, Any]) -> str:
-    return f"{leaf['dtype']}{leaf['shape']}" + (f" over {leaf['sharding']}" if leaf["sharding"] else "")
+def _children(node: Any) -> dict[Any, Any] | None:
+    """What stands in a node by key, place or field; None in an array, a static field, and what is shared."""
+    if not isinstance(node, dict) or "shape" in node or _is_static(node):
+        return None
+    if "dict" in node:
+        return dict(node["dict"])
+    if "tuple" in node:
+        return dict(enumerate(node["tuple"]))
+    return {"type": {"static": node["type"]}, **node["fields"]}
+
+
+def _text(node: Any) -> str:
+    if isinstance(node, dict) and "shape" in node:
+        return f"{node['dtype']}{node['shape']}" + (f" over {node['sharding']}" if node["sharding"] else "")
+    return str(node["static"] if _is_static(node) else node)[:200]
 
 
 def _partition(leaf: Any) -> list[Any] | None:

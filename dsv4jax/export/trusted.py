@@ -66,7 +66,7 @@ def digest(content: bytes) -> str:
 def _check(path: Path, status: os.stat_result, writable: bool = False) -> None:
     if status.st_uid not in (0, os.geteuid()):
         raise UntrustedPath(
-            f"{str(path)!r} belongs to user {status.st_uid}: must to user {os.geteuid()}, who runs this, or to root"
+            f"{str(path)!r} is owned by user {status.st_uid}: must be by {os.geteuid()}, who runs this, or by root"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not writable:
         mode = stat.filemode(status.st_mode)

@@ -1,4 +1,4 @@
-"""Text generation with exported steps: an engine without a server."""
+"""Text generation by the programs of an engine: an engine without a server."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -7,19 +7,18 @@ import numpy as np
 
 from dsv4jax.batch import token_ids
 from dsv4jax.engine.engine import Engine
-from dsv4jax.engine.engine_shape import scheduler_config
+from dsv4jax.engine.engine_shape import EngineShape, scheduler_config
 from dsv4jax.engine.jax_executor import JaxExecutor
 from dsv4jax.engine.programs import Programs
 from dsv4jax.engine.records import RequestRecord, StepRecord
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
-from dsv4jax.export.loading import ExportedSteps
 from dsv4jax.params import Params
 from dsv4jax.sampling_settings import RequestSampling
 
 
-class ExportedGenerator:
-    """Generates continuations of all prompts, as `generate.Generator` does, in the buckets of exported steps.
+class EngineGenerator:
+    """Generates continuations of all prompts, as `generate.Generator` does, in the buckets that programs have.
 
     Attributes:
       steps, prompt_tokens, seconds: steps that were run, tokens of prompts in them, and their time on the device.
@@ -27,7 +26,7 @@ class ExportedGenerator:
 
     def __init__(
         self,
-        exported: ExportedSteps,
+        shape: EngineShape,
         programs: Programs,
         params: Params,
         prompts: Sequence[np.ndarray],
@@ -40,20 +39,20 @@ class ExportedGenerator:
         """Checks the prompts; request i takes seed + i.
 
         Raises:
-          ValueError: a prompt that is empty, has ids out of range, or with `max_tokens` exceeds the context; or steps
+          ValueError: a prompt that is empty, has ids out of range, or with `max_tokens` exceeds the context; programs
             whose experts move.
         """
-        if exported.shape.expert_slots is not None:
-            raise ValueError(f"expert_slots = {exported.shape.expert_slots}: must be None, nothing moves experts here")
+        if shape.expert_slots is not None:
+            raise ValueError(f"expert_slots = {shape.expert_slots}: must be None, nothing moves experts here")
         self.steps = self.prompt_tokens = 0
         self.seconds = 0.0
         executor = JaxExecutor(params, programs, usable_ids=usable_ids)
-        scheduler = Scheduler(scheduler_config(exported.config, exported.shape, eos_id))
+        scheduler = Scheduler(scheduler_config(programs.cfg, shape, eos_id))
         self._engine = Engine(scheduler, executor, self)
         self._index = {}
         for i, prompt in enumerate(prompts):
             seeded = sampling if sampling.seed is None else dataclasses.replace(sampling, seed=sampling.seed + i)
-            ids = token_ids(prompt, exported.config.vocab_size, f"prompt {i}")
+            ids = token_ids(prompt, programs.cfg.vocab_size, f"prompt {i}")
             request = GenerationRequest(f"{i}", ids, max_tokens, sampling=seeded)
             (sequence,) = self._engine.submit(request)
             self._index[sequence] = i
