@@ -97,7 +97,13 @@ def _export() -> None:
 
 def _measure(programs_from: str, weights_from: str) -> None:
     """Goes to the first token, and says when each phase ended."""
-    ends = {"imports": time.time()}
+    ends, compiled = {"imports": time.time()}, []
+
+    def note(event: str, seconds: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
     manifest = read_manifest(_exported())
     cfg, shape = manifest.config, manifest.shape
     use_virtual_devices(shape.devices)
@@ -127,7 +133,13 @@ def _measure(programs_from: str, weights_from: str) -> None:
     begin, phases = _SPAWNED.value, {}
     for name, end in ends.items():
         phases[name], begin = end - begin, end
-    _say(total=ends["first token"] - _SPAWNED.value, phases=phases, cpu_seconds=time.process_time())
+    _say(
+        total=ends["first token"] - _SPAWNED.value,
+        phases=phases,
+        cpu_seconds=time.process_time(),
+        compilations=len(compiled),
+        compile_seconds=sum(compiled),
+    )
 
 
 def _say(**values: object) -> None:
@@ -185,7 +197,7 @@ def _run() -> dict:
         "command": " ".join(sys.argv),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
-        "jax": jax.__version__,
+        "environment": read_manifest(_exported()).environment,
         "reads": {},
         "startups": [],
     }
@@ -196,9 +208,8 @@ def _run() -> dict:
         result["reads"][state] = _read_rate(weights)
         print(f"plain reads of {len(weights)} files, {state}: {result['reads'][state] / 1e9:.2f} GB/s", flush=True)
     sources = ("snapshot",) if _LAYERS.value else ("checkpoint", "snapshot")
-    print(
-        f"{'':32}" + "".join(f"{name:>13}" for name in ("total", "imports", "devices", "programs", "weights", "token"))
-    )
+    columns = ("total", "imports", "devices", "programs", "weights", "first token", "CPU", "compiling")
+    print(f"{'seconds':32}" + "".join(f"{name:>13}" for name in columns))
     for programs_from in ("loaded", "compiled"):
         for weights_from in sources:
             for state in ("cold", "warm"):
@@ -209,6 +220,7 @@ def _run() -> dict:
                     measured = _child(f"{programs_from} {weights_from}")
                     result["startups"].append({"name": name, **measured})
                     seconds = (measured["total"], *measured["phases"].values(), measured["cpu_seconds"])
+                    seconds += (measured["compile_seconds"],)
                     print(f"{name:32}" + "".join(f"{value:13.2f}" for value in seconds), flush=True)
     return result
 

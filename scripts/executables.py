@@ -56,23 +56,25 @@ def use_virtual_devices(devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
 
 
-def load_exported(stack: contextlib.ExitStack) -> ExportedSteps:
+def load_exported(stack: contextlib.ExitStack, cfg: ModelConfig) -> ExportedSteps:
     """The steps of --executables; from here to the end of `stack` tracing others is an error.
 
-    Raises: as `dsv4jax.export.load`.
+    Raises:
+      ExportMismatch: the model has another configuration than the steps were exported for; or as `dsv4jax.export.load`.
     """
     stack.enter_context(forbid_tracing())
-    return load(EXECUTABLES.value, on_mismatch=_ON_MISMATCH.value, xla_flags=os.environ.get("XLA_FLAGS", ""))
+    exported = load(EXECUTABLES.value, on_mismatch=_ON_MISMATCH.value, xla_flags=os.environ.get("XLA_FLAGS", ""))
+    exported.check_config(cfg)
+    return exported
 
 
 def load_exported_params(exported: ExportedSteps, model: str | None, cfg: ModelConfig) -> Params:
     """Those of --model if it is given, or the ones beside the steps.
 
     Raises:
-      ValueError: the model has another configuration than the steps were exported for, or there are no weights.
+      ValueError: there are none.
     """
     if model:
-        exported.check_config(cfg)
         return load_engine_params(model, cfg, exported.shape, exported.layout)
     if not exported.has_weights:
         raise ValueError(f"--model: must be given, {EXECUTABLES.value!r} was exported without weights")

@@ -216,7 +216,7 @@ def _exported(
 ) -> Iterator[tuple[int, int]]:
     """The same by exported programs."""
     loading = time.perf_counter()
-    exported = load_exported(stack)
+    exported = load_exported(stack, cfg)
     on_device = exported.shape.tables_on_device
     tables = () if on_device else (HostEngramTables(model, cfg), compressed_ids(tokenizer, cfg))
     programs = exported.programs(*tables)

@@ -173,7 +173,7 @@ def _engine(
     Args:
       stack: ends the other processes when it is closed.
     """
-    exported = load_exported(stack) if EXECUTABLES.value else None
+    exported = load_exported(stack, cfg) if EXECUTABLES.value else None
     sizes = None if exported else check_sizes(cfg, embedded=not _MODEL.value)
     channel_config, channel = _channel_config(model, cfg), None
     if channel_config is not None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import run_python
-from exported_model import CFG, FLAGS, PROMPT, export, shape
+from exported_model import CFG, FLAGS, MODEL, PROMPT, export, shape
 from test_serve import SERVE, call
 
 from dsv4jax.batch import (
@@ -210,6 +210,7 @@ def test_other_batches_than_this_code_packs_are_refused_by_name(changed):
     [
         (lambda m: m.update(format=0), "format: exported with 0, here 1"),
         (lambda m: m.pop("programs"), "malformed"),
+        (lambda m: m["programs"].pop("start"), "programs: the manifest lacks start"),
         (lambda m: m["shape"].update(preset="some"), "preset = 'some'"),
         (lambda m: m["shape"]["cache"].update(slots=0), "slots = 0"),
         (lambda m: m["cache"].update(type="os.system"), "type = 'os.system': must be one of"),
@@ -379,16 +380,43 @@ def test_the_server_answers_without_compiling_anything(exported):
 
 
 def test_the_command_that_exports_for_a_gpu_that_is_not_here(exported, tmp_path):
-    """As the scripts refuse it here; and flags that an exported directory decides."""
+    """What it wrote, and what is refused of it and of others."""
     sizes = ["--max_model_len=48", "--page_size=8", "--pages=12", "--slots=2", "--prefill_tokens=64", "--drafts=0"]
     output = tmp_path / "cuda"
     options = ["--noweights", "--target=cuda", "--deterministic"]
     done = script("export.py", f"--model={exported}", f"--output={output}", *options, *sizes)
     assert done.returncode == 0, done.stderr
     assert not list(output.glob("*.executable")) and len(list(output.glob("*.stablehlo"))) == 7
-    text = jax.export.deserialize(bytearray((output / "decode_2x6x1.stablehlo").read_bytes()))
-    assert text.platforms == ("cuda",)
-    refused = script("generate.py", "--prompt=a", f"--executables={output}")
-    assert "platform: exported with cuda, here cpu" in refused.stderr and "Traceback" not in refused.stderr
-    refused = script("generate.py", "--prompt=a", f"--executables={exported}", "--replay=bounded")
-    assert "--replay: --executables decides it, must not be given with it" in refused.stderr
+    program = jax.export.deserialize(bytearray((output / "decode_2x6x1.stablehlo").read_bytes()))
+    assert program.platforms == ("cuda",)
+    refusals = {
+        (f"--executables={output}", "--on_mismatch=recompile"): "platform: exported with cuda, here cpu",
+        (
+            f"--executables={exported}",
+            "--replay=exact",
+        ): "--replay: --executables decides it, must not be given with it",
+        (f"--executables={exported}", f"--model={MODEL}"): "config.num_hidden_layers: exported with 2, here 10",
+        (f"--executables={exported}", "--max_tokens=60"): "exceed the context of 48 tokens",
+    }
+    errors = json.loads(run_python(REFUSED, SCRIPTS, json.dumps([*refusals])))
+    for message, error in zip(refusals.values(), errors, strict=True):
+        assert message in error
+
+
+# The errors of scripts/generate.py with several lists of flags.
+REFUSED = """
+import json, sys
+from absl import flags
+from absl.testing import flagsaver
+sys.path.insert(0, sys.argv[1])
+import generate
+errors = []
+for arguments in json.loads(sys.argv[2]):
+    with flagsaver.flagsaver():
+        flags.FLAGS(["generate", "--prompt=a", *arguments])
+        try:
+            generate._run()
+        except ValueError as error:
+            errors.append(str(error))
+print(json.dumps(errors))
+"""

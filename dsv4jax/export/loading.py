@@ -70,12 +70,12 @@ def load(
     layout = manifest.shape.layout
     if wrong:
         _log.warning("compiling the portable exports of %s: %s", path, "; ".join(wrong))
-    records = {key: manifest.programs[program_name(key)] for key in _keys(manifest)}
+    records = _records(manifest)
     programs = {key: _Signature.of(record, manifest, layout) for key, record in records.items()}
     if wrong:
         lowered = {key: _lowering(directory, records[key], signature) for key, signature in programs.items()}
         flat = compile_programs(lowered, progress)
-        compiled = {key: _Unflattened(program, programs[key]) for key, program in flat.items()}
+        compiled = {key: _Unflattened(program, *programs[key].trees) for key, program in flat.items()}
     else:
         devices = [jax.devices()[0]] if layout.mesh is None else list(layout.mesh.devices.flat)
         with ThreadPoolExecutor() as pool:
@@ -112,17 +112,25 @@ class _Signature:
         """Positional and keyword arguments, in the order of the flat ones."""
         return self.arguments, self.options
 
+    @property
+    def trees(self) -> tuple[Any, Any]:
+        """Structure of inputs and results."""
+        return jax.tree.structure(self.inputs), jax.tree.structure(self.results)
 
-def _keys(manifest: Manifest) -> list[ProgramKey]:
+
+def _records(manifest: Manifest) -> dict[ProgramKey, ProgramRecord]:
+    """Raises ValueError if a program of the shape is missing."""
     buckets = manifest.shape.buckets
-    return ["cache", *buckets.steps, "start", *buckets.masks]
+    names = {key: program_name(key) for key in ("cache", *buckets.steps, "start", *buckets.masks)}
+    if missing := [name for name in names.values() if name not in manifest.programs]:
+        raise ValueError(f"programs: the manifest lacks {', '.join(missing)}")
+    return {key: manifest.programs[name] for key, name in names.items()}
 
 
 def _executable(directory: Path, record: ProgramRecord, signature: _Signature, devices: list[jax.Device]) -> Any:
     artefact = record.executable
     content = read_file(directory, artefact.file, artefact.sha256)
-    trees = jax.tree.structure(signature.inputs), jax.tree.structure(signature.results)
-    return deserialize_and_load(content, *trees, devices[0].client, devices)
+    return deserialize_and_load(content, *signature.trees, devices[0].client, devices)
 
 
 def _lowering(directory: Path, record: ProgramRecord, signature: _Signature) -> Callable[[], jax.stages.Lowered]:
@@ -130,15 +138,13 @@ def _lowering(directory: Path, record: ProgramRecord, signature: _Signature) -> 
     content = read_file(directory, record.stablehlo.file, record.stablehlo.sha256)
     exported = jax.export.deserialize(bytearray(content))
     leaves = jax.tree.leaves(signature.inputs)
-    numbers = iter(range(len(leaves)))
-    numbered = jax.tree.map(lambda _: next(numbers), signature.inputs)
-    donated = [n for argument in numbered[0] for n in jax.tree.leaves(argument) if _is_cache(argument)]
+    donated, first = [], 0
+    for argument in signature.arguments:
+        last = first + len(jax.tree.leaves(argument))
+        donated += range(first, last) if isinstance(argument, Cache) else ()
+        first = last
     jitted = jax.jit(exported.call, donate_argnums=donated, compiler_options=record.compiler_options or None)
     return lambda: jitted.lower(*leaves)
-
-
-def _is_cache(argument: Any) -> bool:
-    return isinstance(argument, Cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,14 +152,14 @@ class _Unflattened:
     """A compiled portable export with the arguments and results of the step."""
 
     program: jax.stages.Compiled
-    signature: _Signature
+    inputs: Any
+    results: Any
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         leaves, tree = jax.tree.flatten((arguments, options))
-        expected = jax.tree.structure(self.signature.inputs)
-        if tree != expected:
-            raise TypeError(f"arguments: {tree}, the step was exported with {expected}")
-        return jax.tree.unflatten(jax.tree.structure(self.signature.results), self.program(*leaves))
+        if tree != self.inputs:
+            raise TypeError(f"arguments: {tree}, the step was exported with {self.inputs}")
+        return jax.tree.unflatten(self.results, self.program(*leaves))
 
     def memory_analysis(self) -> Any:
         return self.program.memory_analysis()
