@@ -55,7 +55,7 @@ class Indexer(nnx.Module):
         heads, dim = self.cfg.index_n_heads, self.cfg.index_head_dim
         q = linear(q_latent, self.wq_b, numerics).reshape(-1, heads, dim)
         q = rotate(q, jax.tree.map(lambda a: a[:, None], by))
-        return INDEX_KEY.load(INDEX_KEY.store(q, numerics), numerics)
+        return INDEX_KEY.rounded(q, numerics)
 
     def head_weights(self, x: Float[Array, "tokens hidden"], numerics: Numerics) -> Float[Array, "tokens heads"]:
         """Weight of each index head, scaled by index_head_dim^-½ · index_n_heads^-½."""
