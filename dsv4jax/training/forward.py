@@ -29,9 +29,9 @@ from dsv4jax.model.moe import MoE
 from dsv4jax.model.rope import Rotation, rotate, rotation
 from dsv4jax.model.transformer import Layer, Model
 from dsv4jax.numerics import Numerics
-from dsv4jax.quant import ceil_div, qdq_fp8
+from dsv4jax.quant import qdq_fp8
 from dsv4jax.training.selection import candidate_mask, top_mask
-from dsv4jax.weights import dequantize, matmul
+from dsv4jax.weights import dequantize
 from pallas_kernels.moe_experts.reference import swiglu
 from sharding import SINGLE
 

@@ -6,6 +6,7 @@ every rounding of the checkpoint; gradients pass the rounding unchanged.
 """
 
 import json
+import math
 import zlib
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from dsv4jax.weights import (
 
 Masters = dict[str, Any]
 _WEIGHTS = (DenseWeight, Fp8Weight, Mxfp4Weight)
+_PART_BYTES = 15 << 20
 
 
 def trained_spec(cfg: ModelConfig) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def init_masters(cfg: ModelConfig, seed: int) -> Masters:
     """
 
     def draw(path: Any, spec: Any) -> jax.Array:
-        name = ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+        name = _name(path)
         shape = _shape(spec)
         random = np.random.default_rng([seed, zlib.crc32(name.encode())])
         mean, std = _initial(name, shape, cfg)
@@ -111,6 +113,62 @@ def export_checkpoint(masters: Masters, cfg: ModelConfig, tokenizer: Tokenizer, 
     }
     plan = checkpoint_inventory(cfg)
     write_checkpoint(output, plan, stored_tensors(leaves, cfg), shard_bytes=1 << 30, files=files)
+
+
+def write_masters(directory: Path, masters: Masters, step: int) -> None:
+    """Writes masters rounded to BF16, in files below 16 MB, for machines that pass on little else: `part-N.npz`.
+
+    A run that goes on from them has new moments, and is not the one that was left.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    parts: list[dict[str, np.ndarray]] = [{"step": np.int64(step)}]
+    used = 0
+    for name, leaf in named_leaves(masters):
+        values = np.asarray(leaf.astype(jnp.bfloat16)).reshape(-1).view(np.uint16)
+        for start in range(0, values.size, _PART_BYTES // 2):
+            piece = values[start : start + _PART_BYTES // 2]
+            if used + piece.nbytes > _PART_BYTES:
+                parts.append({})
+                used = 0
+            parts[-1][f"{name}@{start}"] = piece
+            used += piece.nbytes
+    for number, part in enumerate(parts):
+        np.savez(directory / f"part-{number}.npz", **part)
+
+
+def read_masters(directory: Path, cfg: ModelConfig) -> tuple[Masters, int]:
+    """What `write_masters` wrote, and the step.
+
+    Raises:
+      ValueError: a part is missing, or the masters are not those of `cfg`.
+    """
+    pieces: dict[str, dict[int, np.ndarray]] = {}
+    for file in directory.glob("part-*.npz"):
+        with np.load(file) as part:
+            for key in part.files:
+                name, _, start = key.partition("@")
+                pieces.setdefault(name, {})[int(start or 0)] = part[key]
+    step = pieces.pop("step", {0: np.int64(-1)})[0]
+
+    def joined(path: Any, shape: tuple[int, ...]) -> jax.Array:
+        name = _name(path)
+        found = [values for _, values in sorted(pieces.pop(name, {}).items())]
+        values = np.concatenate(found) if found else np.zeros(0, np.uint16)
+        if values.size != math.prod(shape):
+            raise ValueError(f"{str(directory)!r}: {name!r} has {values.size} values, expected {math.prod(shape)}")
+        return jnp.asarray(values.view(jnp.bfloat16).reshape(shape), jnp.float32)
+
+    shapes = jax.tree.map(_shape, trained_spec(cfg), is_leaf=_is_weight)
+    masters = jax.tree_util.tree_map_with_path(joined, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    if pieces or step < 0:
+        raise ValueError(f"{str(directory)!r}: unknown masters {sorted(pieces)[:3]}, step {step}")
+    return masters, int(step)
+
+
+def _name(path: Any) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path).replace(
+        ".experts.", ".experts.*."
+    )
 
 
 def _is_weight(x: Any) -> bool:

@@ -1,0 +1,218 @@
+"""A run of training: stages one after the other, checkpoints, resuming."""
+
+import concurrent.futures
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+from absl import logging
+
+from dsv4jax.checkpoint.load import compressed_ids
+from dsv4jax.config import ModelConfig
+from dsv4jax.numerics import REFERENCE, Numerics
+from dsv4jax.tokenizer import Tokenizer
+from dsv4jax.training.data import Rows, batches
+from dsv4jax.training.examination import examine, replies_right
+from dsv4jax.training.plan import Plan, Stage, learning_rate, read_plan, write_plan
+from dsv4jax.training.step import Optimisation, TrainState, init_state, train_step
+
+_MEASURED = (4, 12)
+"""Steps of a stage between which its speed is measured."""
+_LOG_EVERY = 20
+_MOST_STEPS = 10**6
+# As the steps are compiled: roundings to a narrow type are part of the model.
+_OPTIONS = {"xla_allow_excess_precision": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """How a run is done; all but the last four decide what comes out.
+
+    Args:
+      seed: of weights and data.
+      seconds: of training in all, for stages without a number of steps.
+      numerics: where to round while training.
+      stop_after: seconds after which this process saves and ends, to be resumed; None to go on to the end.
+      save_every: seconds between checkpoints.
+      examined: examples per skill at the end of a stage.
+      workers: processes that make data.
+    """
+
+    seed: int = 0
+    seconds: float = 720.0
+    settings: Optimisation = Optimisation()
+    numerics: Numerics = REFERENCE
+    stop_after: float | None = None
+    save_every: float = 120.0
+    examined: int = 64
+    workers: int = 0
+
+
+def train(
+    cfg: ModelConfig,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    directory: Path,
+    run: RunConfig,
+    initial: TrainState | None = None,
+) -> tuple[TrainState, bool]:
+    """Trains, or goes on where `directory` left off: from the same seed and steps the result is the same.
+
+    The directory holds `plan.json` with the steps as found, checkpoints of Orbax, and `log.jsonl`.
+
+    Args:
+      initial: what to begin with in a new directory; default: random masters.
+
+    Returns:
+      The last state, and whether the plan is done.
+    """
+    started = time.monotonic()
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / "plan.json").is_file():
+        plan = read_plan(directory / "plan.json")
+    token_map = compressed_ids(tokenizer, cfg)
+    state = initial or init_state(cfg, run.seed, run.settings)
+    checkpoints = ocp.training.Checkpointer(
+        (directory / "checkpoints").absolute(),
+        preservation_policy=ocp.training.preservation_policies.LatestN(2),
+    )
+    if checkpoints.latest is not None:
+        state = checkpoints.load(checkpoints.latest, jax.eval_shape(lambda: state))
+    saved = time.monotonic()
+
+    def save() -> None:
+        checkpoints.save(int(state.step), state, overwrite=True)
+
+    def out_of_time() -> bool:
+        return run.stop_after is not None and time.monotonic() - started > run.stop_after
+
+    with _Log(directory / "log.jsonl") as log, concurrent.futures.ThreadPoolExecutor(1) as background:
+        programs, examinations = {}, {}
+        for i, stage in list(enumerate(plan))[_position(plan, int(state.step))[0] :]:
+            programs[i] = background.submit(_compile, state, token_map, cfg, stage, run)
+            if run.examined and stage.phase != "draft":
+                examinations[i] = background.submit(_compile_examination, state, token_map, cfg, stage, run)
+        while (place := _position(plan, int(state.step)))[0] < len(plan):
+            index, first = place
+            stage, program = plan[index], programs[index].result()
+            number = (stage.steps or _MOST_STEPS) * stage.batch
+            rows = Rows(tokenizer, texts, stage.mixture, stage.length, run.seed + index, number)
+            source = batches(rows, stage.batch, first, run.workers)
+            count = first
+            while plan[index].steps is None or count < plan[index].steps:
+                row = next(source)
+                rate = learning_rate(plan, index, count) if plan[index].steps else _first_rate(plan, index, count)
+                state, report = program(state, row["tokens"], row["weights"], np.float32(rate), token_map)
+                count += 1
+                if plan[index].steps is None:
+                    if count == _MEASURED[0]:
+                        begin = time.monotonic() if jax.block_until_ready(report) else 0.0
+                    elif count == _MEASURED[1]:
+                        jax.block_until_ready(report)
+                        seconds = (time.monotonic() - begin) / (_MEASURED[1] - _MEASURED[0])
+                        plan = _with_steps(plan, index, max(count, int(run.seconds * stage.share / seconds)))
+                        write_plan(directory / "plan.json", plan)
+                        logging.info("stage %d: %.4f s per step, %d steps", index, seconds, plan[index].steps)
+                if count % _LOG_EVERY == 0:
+                    log(
+                        stage=index, step=count, seconds=time.monotonic() - started, rate=rate, **jax.device_get(report)
+                    )
+                    if out_of_time():
+                        save()
+                        checkpoints.wait()
+                        return state, False
+                    if time.monotonic() - saved > run.save_every:
+                        checkpoints.wait()
+                        save()
+                        saved = time.monotonic()
+            if index in examinations:
+                right = examinations[index].result()
+                exact = examine(
+                    lambda *rows, right=right: right(state.masters, *rows, token_map),
+                    tokenizer, stage.mixture.skills, run.examined, stage.length, run.seed,
+                )  # fmt: skip
+                log(stage=index, step=count, seconds=time.monotonic() - started, exact=exact)
+        write_plan(directory / "plan.json", plan)
+        save()
+        checkpoints.wait()
+    return state, True
+
+
+def _position(plan: Plan, step: int) -> tuple[int, int]:
+    """Stage and step in it after so many steps in all."""
+    for index, stage in enumerate(plan):
+        if stage.steps is None or step < stage.steps:
+            return index, step
+        step -= stage.steps
+    return len(plan), 0
+
+
+def _with_steps(plan: Plan, index: int, steps: int) -> Plan:
+    return (*plan[:index], dataclasses.replace(plan[index], steps=steps), *plan[index + 1 :])
+
+
+def _first_rate(plan: Plan, index: int, count: int) -> float:
+    """The rate while the steps of a stage are not known yet: that of a long stage."""
+    return learning_rate(_with_steps(plan, index, _MOST_STEPS), index, count)
+
+
+def _compile(
+    state: TrainState, token_map: np.ndarray, cfg: ModelConfig, stage: Stage, run: RunConfig
+) -> Callable[..., Any]:
+    """The program of a stage."""
+    shape = (stage.batch, stage.length + 1)
+    begin = time.monotonic()
+    lowered = train_step.lower(
+        jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state),
+        jax.ShapeDtypeStruct(shape, jnp.int32),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+        jax.ShapeDtypeStruct((), jnp.float32),
+        token_map,
+        cfg=cfg,
+        settings=run.settings,
+        phase=stage.phase,
+        numerics=run.numerics,
+    )
+    compiled = lowered.compile(_OPTIONS)
+    logging.info("compiled %s of %s in %.0f s", stage.phase, shape, time.monotonic() - begin)
+    return compiled
+
+
+def _compile_examination(
+    state: TrainState, token_map: np.ndarray, cfg: ModelConfig, stage: Stage, run: RunConfig
+) -> Callable[..., Any]:
+    """The program that examines a stage of the model."""
+    shape = (run.examined, stage.length)
+    rows = jax.ShapeDtypeStruct(shape[:1], jnp.int32)
+    masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state.masters)
+    select = stage.phase != "dense"
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+    lowered = replies_right.lower(masters, tokens, rows, rows, token_map, cfg=cfg, numerics=run.numerics, select=select)
+    return lowered.compile(_OPTIONS)
+
+
+class _Log:
+    """Appends JSON lines, and says the same on the screen."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __enter__(self) -> Callable[..., None]:
+        self._file = self._path.open("a", encoding="utf-8")
+        return self._write
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _write(self, **values: Any) -> None:
+        line = json.dumps(values, default=lambda v: np.round(v, 5).tolist())
+        print(line, file=self._file, flush=True)
+        logging.info("%s", line)
