@@ -159,7 +159,7 @@ def encode_fp8_blocks(
 
 
 def encode_mxfp4(x: Float[Array, "... n"]) -> tuple[UInt8[Array, "... n//2"], UInt8[Array, "... n//32"]]:
-    """E2M1 pairs and UE8M0 scales per 32 channels, apart as a weight has them (section 5.4); `n` is a multiple of 32."""
+    """E2M1 pairs and UE8M0 scales per 32 channels, apart as a weight has them (section 5.4); 32 divides `n`."""
     code, scale = _encode_mxfp4(x)
     return pack_nibbles(code), _e8m0_encode(scale)
 

@@ -11,6 +11,7 @@ from dsv4jax.tokenizer import Tokenizer
 from dsv4jax.training.skills import SKILLS
 
 Row = dict[str, np.ndarray]
+Piece = tuple[Int32[np.ndarray, " tokens"], Float32[np.ndarray, " tokens"]]
 _LEAST = 24
 """Room in a row that is left empty."""
 _TRIES = 8
@@ -62,9 +63,7 @@ class Rows(grain.sources.RandomAccessDataSource):
             used = part.stop
         return {"tokens": tokens, "weights": weights}
 
-    def _piece(
-        self, random: np.random.Generator, room: int
-    ) -> tuple[Int32[np.ndarray, " n"], Float32[np.ndarray, " n"]] | None:
+    def _piece(self, random: np.random.Generator, room: int) -> Piece | None:
         """Something that fits into `room`; None if nothing was found."""
         for _ in range(_TRIES):
             if not self._mixture.skills or random.random() < self._mixture.text_share:
@@ -88,9 +87,8 @@ def batches(source: Rows, batch: int, first: int, workers: int = 0) -> Iterator[
       workers: processes that make them; 0 for threads of this one.
     """
     dataset = grain.MapDataset.source(source)[first * batch :].batch(batch, drop_remainder=True)
-    rows = dataset.to_iter_dataset(
-        grain.ReadOptions(num_threads=0 if workers else 2, prefetch_buffer_size=0 if workers else 4)
-    )
+    threads, ahead = (0, 0) if workers else (2, 4)
+    rows = dataset.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead))
     if workers:
         rows = rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2))
     return iter(rows)

@@ -1,4 +1,4 @@
-"""Training of the draft stages on the model as it is (architecture section 7): what they are taught, and their losses."""
+"""Losses of the draft stages, which learn from the model as it is (architecture section 7)."""
 
 import jax
 import jax.numpy as jnp

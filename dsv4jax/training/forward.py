@@ -93,8 +93,8 @@ def training_forward(
 
     Args:
       tokens: without padding; the sequence is a multiple of the window and of `INDEX_STRIDE`.
-      select: attend to the selected entries, as the model does. False attends to all visible ones, for the time in which
-        the indexer has learnt nothing yet.
+      select: attend to the selected entries, as the model does. False attends to all visible ones, for the time in
+        which the indexer has learnt nothing yet.
       offset: first query of the index loss, in 0..INDEX_STRIDE-1.
     """
     cfg, (batch, length) = model.cfg, tokens.shape

@@ -35,7 +35,7 @@ class Stage:
     """Of the time, where `steps` are to be found by measuring."""
     steps: int | None = None
     """None: as many as fit into the stage's share of the time."""
-    mixture: Mixture = Mixture()
+    mixture: Mixture = dataclasses.field(default_factory=Mixture)
 
     def __post_init__(self):
         for name in ("length", "batch", "share"):

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +24,9 @@ from dsv4jax.training.examination import examine, replies_right
 from dsv4jax.training.plan import Plan, Stage, learning_rate, read_plan, write_plan
 from dsv4jax.training.step import Optimisation, TrainState, init_state, train_step
 
-_MEASURED = (4, 12)
-"""Steps of a stage between which its speed is measured."""
+_MEASURED = 8
+"""Steps by which the speed of a stage is measured."""
 _LOG_EVERY = 20
-_MOST_STEPS = 10**6
 # As the steps are compiled: roundings to a narrow type are part of the model.
 _OPTIONS = {"xla_allow_excess_precision": False}
 
@@ -47,7 +47,7 @@ class RunConfig:
 
     seed: int = 0
     seconds: float = 720.0
-    settings: Optimisation = Optimisation()
+    settings: Optimisation = dataclasses.field(default_factory=Optimisation)
     numerics: Numerics = REFERENCE
     stop_after: float | None = None
     save_every: float = 120.0
@@ -80,20 +80,11 @@ def train(
         plan = read_plan(directory / "plan.json")
     token_map = compressed_ids(tokenizer, cfg)
     state = initial or init_state(cfg, run.seed, run.settings)
-    checkpoints = ocp.training.Checkpointer(
-        (directory / "checkpoints").absolute(),
-        preservation_policy=ocp.training.preservation_policies.LatestN(2),
-    )
+    keep = ocp.training.preservation_policies.LatestN(2)
+    checkpoints = ocp.training.Checkpointer((directory / "checkpoints").absolute(), preservation_policy=keep)
     if checkpoints.latest is not None:
         state = checkpoints.load(checkpoints.latest, jax.eval_shape(lambda: state))
-    saved = time.monotonic()
-
-    def save() -> None:
-        checkpoints.save(int(state.step), state, overwrite=True)
-
-    def out_of_time() -> bool:
-        return run.stop_after is not None and time.monotonic() - started > run.stop_after
-
+    saved = 0.0
     with _Log(directory / "log.jsonl") as log, concurrent.futures.ThreadPoolExecutor(1) as background:
         programs, examinations = {}, {}
         for i, stage in list(enumerate(plan))[_position(plan, int(state.step))[0] :]:
@@ -102,48 +93,51 @@ def train(
                 examinations[i] = background.submit(_compile_examination, state, token_map, cfg, stage, run)
         while (place := _position(plan, int(state.step)))[0] < len(plan):
             index, first = place
-            stage, program = plan[index], programs[index].result()
-            number = (stage.steps or _MOST_STEPS) * stage.batch
-            rows = Rows(tokenizer, texts, stage.mixture, stage.length, run.seed + index, number)
-            source = batches(rows, stage.batch, first, run.workers)
-            count = first
-            while plan[index].steps is None or count < plan[index].steps:
-                row = next(source)
-                rate = learning_rate(plan, index, count) if plan[index].steps else _first_rate(plan, index, count)
-                state, report = program(state, row["tokens"], row["weights"], np.float32(rate), token_map)
-                count += 1
-                if plan[index].steps is None:
-                    if count == _MEASURED[0]:
-                        begin = time.monotonic() if jax.block_until_ready(report) else 0.0
-                    elif count == _MEASURED[1]:
-                        jax.block_until_ready(report)
-                        seconds = (time.monotonic() - begin) / (_MEASURED[1] - _MEASURED[0])
-                        plan = _with_steps(plan, index, max(count, int(run.seconds * stage.share / seconds)))
-                        write_plan(directory / "plan.json", plan)
-                        logging.info("stage %d: %.4f s per step, %d steps", index, seconds, plan[index].steps)
-                if count % _LOG_EVERY == 0:
-                    log(
-                        stage=index, step=count, seconds=time.monotonic() - started, rate=rate, **jax.device_get(report)
-                    )
-                    if out_of_time():
-                        save()
-                        checkpoints.wait()
-                        return state, False
-                    if time.monotonic() - saved > run.save_every:
-                        checkpoints.wait()
-                        save()
-                        saved = time.monotonic()
+            program = programs[index].result()
+            if plan[index].steps is None:
+                seconds = _seconds_per_step(program, state, token_map, plan[index])
+                plan = _with_steps(plan, index, max(1, int(run.seconds * plan[index].share / seconds)))
+                write_plan(directory / "plan.json", plan)
+                logging.info("stage %d: %.4f s per step, %d steps", index, seconds, plan[index].steps)
+            stage = plan[index]
+            rows = Rows(tokenizer, texts, stage.mixture, stage.length, run.seed + index, stage.steps * stage.batch)
+            for count, row in enumerate(batches(rows, stage.batch, first, run.workers), first + 1):
+                rate = np.float32(learning_rate(plan, index, count - 1))
+                state, report = program(state, row["tokens"], row["weights"], rate, token_map)
+                if count % _LOG_EVERY and count < stage.steps:
+                    continue
+                seconds = time.monotonic() - started
+                log(stage=index, step=count, seconds=seconds, rate=rate, **jax.device_get(report))
+                stop = run.stop_after is not None and seconds > run.stop_after
+                if stop or seconds - saved > run.save_every:
+                    checkpoints.save(int(state.step), state, overwrite=True)
+                    saved = seconds
+                if stop:
+                    return state, False
             if index in examinations:
-                right = examinations[index].result()
-                exact = examine(
-                    lambda *rows, right=right: right(state.masters, *rows, token_map),
-                    tokenizer, stage.mixture.skills, run.examined, stage.length, run.seed,
-                )  # fmt: skip
-                log(stage=index, step=count, seconds=time.monotonic() - started, exact=exact)
+                right = functools.partial(_right, examinations[index].result(), state.masters, token_map)
+                exact = examine(right, tokenizer, stage.mixture.skills, run.examined, stage.length, run.seed)
+                log(stage=index, step=stage.steps, seconds=time.monotonic() - started, exact=exact)
         write_plan(directory / "plan.json", plan)
-        save()
-        checkpoints.wait()
+        checkpoints.save(int(state.step), state, overwrite=True)
     return state, True
+
+
+def _right(program: Callable[..., Any], masters: Any, token_map: np.ndarray, *rows: np.ndarray) -> np.ndarray:
+    return program(masters, *rows, token_map)
+
+
+def _seconds_per_step(program: Callable[..., Any], state: TrainState, token_map: np.ndarray, stage: Stage) -> float:
+    """Of a stage, by steps that come to nothing."""
+    state = jax.tree.map(jnp.copy, state)
+    tokens = np.zeros((stage.batch, stage.length + 1), np.int32)
+    for n in range(_MEASURED + 2):
+        if n == 2:
+            jax.block_until_ready(state)
+            begin = time.monotonic()
+        state, _ = program(state, tokens, np.ones(tokens.shape, np.float32), np.float32(0), token_map)
+    jax.block_until_ready(state)
+    return (time.monotonic() - begin) / _MEASURED
 
 
 def _position(plan: Plan, step: int) -> tuple[int, int]:
@@ -157,11 +151,6 @@ def _position(plan: Plan, step: int) -> tuple[int, int]:
 
 def _with_steps(plan: Plan, index: int, steps: int) -> Plan:
     return (*plan[:index], dataclasses.replace(plan[index], steps=steps), *plan[index + 1 :])
-
-
-def _first_rate(plan: Plan, index: int, count: int) -> float:
-    """The rate while the steps of a stage are not known yet: that of a long stage."""
-    return learning_rate(_with_steps(plan, index, _MOST_STEPS), index, count)
 
 
 def _compile(

@@ -20,9 +20,9 @@ WORDS = (
     "amber apple barn bell birch boat bread bridge candle cat cedar clay cloud coal copper corn crane creek dawn deer"
     " dune eagle ember fern field fig flint fog fox frost gate glass gold grain grape gull hall harbour hawk hazel hill"
     " honey horse ice iron ivy jade kite lake lamp leaf lemon lime lion maple map market mill mint moon moss mountain"
-    " oak oat olive otter owl paper pearl pear pine plum pond quartz rain raven reed river road rope rose sail salt sand"
-    " sea seal silk silver sky snow spark star stone storm sun swan tea thorn tide tower train tree valley violet wall"
-    " water wave wheat willow wind wolf wood wool"
+    " oak oat olive otter owl paper pearl pear pine plum pond quartz rain raven reed river road rope rose sail salt"
+    " sand sea seal silk silver sky snow spark star stone storm sun swan tea thorn tide tower train tree valley violet"
+    " wall water wave wheat willow wind wolf wood wool"
 ).split()
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ivo June Karl Lena Mia Nils Olga Paul Rosa Sam Tess Uma Vera Will".split()
 CITIES = "Athens Berlin Cairo Delhi Lima London Madrid Oslo Paris Prague Quito Rome Seoul Tokyo Vienna Zagreb".split()
