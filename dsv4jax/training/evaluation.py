@@ -1,4 +1,4 @@
-"""What a checkpoint can do in every way it may be served: held-out replies through the engine, text, drafts, routing."""
+"""What a checkpoint can do in every way it may be served: held-out replies, text, drafts and routing."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -5,6 +5,7 @@ weight's elements and scales. Whatever the model computes with has been through 
 every rounding of the checkpoint; gradients pass the rounding unchanged.
 """
 
+import functools
 import json
 import math
 import zlib
@@ -51,14 +52,14 @@ def init_masters(cfg: ModelConfig, seed: int) -> Masters:
     Sublayers begin small against the residual streams, streams begin apart, and mixes between them near the identity.
     """
 
-    def draw(path: Any, spec: Any) -> jax.Array:
+    def draw(path: Any, spec: Any) -> np.ndarray:
         name = _name(path)
         shape = _shape(spec)
         random = np.random.default_rng([seed, zlib.crc32(name.encode())])
         mean, std = _initial(name, shape, cfg)
-        return jnp.asarray(mean + std * random.standard_normal(shape, np.float32), jnp.float32)
+        return np.asarray(mean + std * random.standard_normal(shape, np.float32), np.float32)
 
-    return jax.tree_util.tree_map_with_path(draw, trained_spec(cfg), is_leaf=_is_weight)
+    return jax.device_put(jax.tree_util.tree_map_with_path(draw, trained_spec(cfg), is_leaf=_is_weight))
 
 
 def rounded_params(masters: Masters, cfg: ModelConfig, token_map: Int32[Array, " vocab"]) -> Params:
@@ -105,7 +106,8 @@ def export_checkpoint(masters: Masters, cfg: ModelConfig, tokenizer: Tokenizer, 
       FileExistsError: `output` exists.
       ValueError: the tokenizer does not belong to `cfg`.
     """
-    params = stored_params(masters, cfg, compressed_ids(tokenizer, cfg))
+    token_map = compressed_ids(tokenizer, cfg)
+    params = jax.jit(functools.partial(stored_params, cfg=cfg, token_map=token_map))(masters)
     leaves = ((name, np.asarray(leaf)) for name, leaf in named_leaves(params))
     files = {
         "config.json": (json.dumps(cfg.to_dict(), indent=1) + "\n").encode(),

@@ -88,7 +88,7 @@ def train(
     with _Log(directory / "log.jsonl") as log, concurrent.futures.ThreadPoolExecutor(1) as background:
         programs, examinations = {}, {}
         for i, stage in list(enumerate(plan))[_position(plan, int(state.step))[0] :]:
-            programs[i] = background.submit(_compile, state, token_map, cfg, stage, run)
+            programs[i] = background.submit(compile_stage, state, token_map, cfg, stage, run)
             if run.examined and stage.phase != "draft":
                 examinations[i] = background.submit(_compile_examination, state, token_map, cfg, stage, run)
         while (place := _position(plan, int(state.step)))[0] < len(plan):
@@ -153,7 +153,7 @@ def _with_steps(plan: Plan, index: int, steps: int) -> Plan:
     return (*plan[:index], dataclasses.replace(plan[index], steps=steps), *plan[index + 1 :])
 
 
-def _compile(
+def compile_stage(
     state: TrainState, token_map: np.ndarray, cfg: ModelConfig, stage: Stage, run: RunConfig
 ) -> Callable[..., Any]:
     """The program of a stage."""

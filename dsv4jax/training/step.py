@@ -125,11 +125,11 @@ def train_step(
         return loss, (report, loads)
 
     gradients, (report, (loads, draft_loads)) = jax.grad(loss_of, has_aux=True)(state.masters)
-    gradients = _only_trained(gradients, phase)
+    gradients = only_trained(gradients, phase)
     report["gradient_norm"] = optax.global_norm(gradients)
     updates, moments = _optimiser(settings).update(gradients, state.moments, state.masters)
     # A part that is not trained has neither gradients nor decay.
-    updates = _only_trained(updates, phase)
+    updates = only_trained(updates, phase)
     masters = jax.tree.map(lambda a, u: a + rate * u, state.masters, updates)
     trained, loads = ("mtp", draft_loads) if phase == "draft" else ("layers", loads)
     for block, load in zip(masters[trained].values(), loads, strict=True):
@@ -140,7 +140,7 @@ def train_step(
     return TrainState(masters, moments, state.step + 1), report
 
 
-def _only_trained(tree: Masters, phase: Phase) -> Masters:
+def only_trained(tree: Masters, phase: Phase) -> Masters:
     """Zeros outside the part that a phase trains."""
     mine = {"mtp"} if phase == "draft" else set(tree) - {"mtp", "vision", "aligner"}
     return {name: part if name in mine else jax.tree.map(jnp.zeros_like, part) for name, part in tree.items()}
