@@ -5,6 +5,7 @@
 Every reply is held against the one wanted, token for token.
 """
 
+import functools
 import importlib.resources
 import sys
 from pathlib import Path
@@ -23,9 +24,13 @@ _MODEL = flags.DEFINE_string("model", None, "Checkpoint directory. Default: the 
 _NUMBER = flags.DEFINE_integer("number", 32, "Held-out examples per skill, mode and length.", lower_bound=1)
 _MODES = flags.DEFINE_multi_enum("mode", list(MODES), list(MODES), "Modes to examine.")
 _SKILLS = flags.DEFINE_multi_enum("skill", list(SKILLS), list(SKILLS), "Skills to examine.")
-_CONTEXT = flags.DEFINE_integer("context", 1024, "Longest prompt and reply, for all modes.")
-_LENGTHS = flags.DEFINE_list("lengths", ["256", "512", "1024", "2048", "4096"], "Contexts to look keys up in.")
+_LENGTHS = flags.DEFINE_list("lengths", ["256", "512", "1024", "2048", "4096"], "Contexts to look keys up in, besides.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the examples.", lower_bound=0)
+
+_SKILL_LENGTH = 960
+"""Most tokens of a skill's conversation."""
+_REPLY = 64
+"""Room for a reply."""
 
 
 def main(argv: list[str]) -> None:
@@ -41,29 +46,23 @@ def _run() -> None:
     model = Path(_MODEL.value) if _MODEL.value else importlib.resources.files("dsv4jax") / "default_model"
     cfg, tokenizer = ModelConfig.from_checkpoint(model), Tokenizer.from_checkpoint(model)
     params = load_params(model, cfg)
-    examples = {
-        name: held_out_examples(name, _SEED.value, _NUMBER.value, _CONTEXT.value - 64) for name in _SKILLS.value
-    }
+    made = functools.partial(held_out_examples, seed=_SEED.value, number=_NUMBER.value)
+    lengths = [int(n) for n in _LENGTHS.value]
+    examples = {name: made(name, budget=_SKILL_LENGTH) for name in _SKILLS.value}
+    examples |= {f"look_up in {n}": made("look_up", budget=n - _REPLY) for n in lengths}
 
-    print(f"Right replies of {_NUMBER.value} held-out examples per skill, contexts up to {_CONTEXT.value} tokens:\n")
+    print(f"Right replies of {_NUMBER.value} held-out examples each:\n")
     _row("mode", *examples)
     _row(*["---"] * (1 + len(examples)))
-    lengths = {}
+    accepted = {}
     for mode in _MODES.value:
-        examiner = Examiner(params, cfg, tokenizer, MODES[mode], _CONTEXT.value)
+        examiner = Examiner(params, cfg, tokenizer, MODES[mode], max(_SKILL_LENGTH, *lengths) + _REPLY)
         answers = {name: examiner.answer(of_skill) for name, of_skill in examples.items()}
         _row(mode, *(f"{100 * a.right:.0f} %" for a in answers.values()))
         if MODES[mode].drafts:
-            lengths = {name: a.acceptance_length for name, a in answers.items()}
-    if lengths:
-        _row("acceptance length", *(f"{n:.2f}" for n in lengths.values()))
-
-    if "look_up" in examples:
-        print("\nKeys looked up, by length of the context:\n")
-        for length in map(int, _LENGTHS.value):
-            of_length = held_out_examples("look_up", _SEED.value, _NUMBER.value, length - 64)
-            answers = Examiner(params, cfg, tokenizer, MODES["reference"], length).answer(of_length)
-            _row(length, f"{100 * answers.right:.0f} %")
+            accepted = {name: a.acceptance_length for name, a in answers.items()}
+    if accepted:
+        _row("acceptance length", *(f"{n:.2f}" if n else "-" for n in accepted.values()))
 
     print("\nHeld-out text, nats per token:\n")
     rows = _text_rows(tokenizer, 257, 16)

@@ -16,7 +16,7 @@ from dsv4jax.tokenizer import Tokenizer
 from dsv4jax.training.parameters import export_checkpoint, read_masters, write_masters
 from dsv4jax.training.plan import DEFAULT_PLAN, default_config, read_plan
 from dsv4jax.training.run import RunConfig, train
-from dsv4jax.training.step import Optimisation, resumed_state
+from dsv4jax.training.step import Optimisation, TrainState, resumed_state
 from dsv4jax.training.text import standard_library_texts
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +32,7 @@ _RATE = flags.DEFINE_float("learning_rate", Optimisation.learning_rate, "At its 
 _EXAMINED = flags.DEFINE_integer("examined", 64, "Held-out examples per skill after each stage; 0 for none.")
 _WORKERS = flags.DEFINE_integer("workers", 0, "Processes that make data; 0 for threads.", lower_bound=0)
 _MASTERS_IN = flags.DEFINE_string("masters_in", None, "Begin with these masters and new moments, see --masters_out.")
-_MASTERS_OUT = flags.DEFINE_string("masters_out", None, "Directory for the masters in BF16, in files below 16 MB.")
+_MASTERS_OUT = flags.DEFINE_string("masters_out", None, "Directory to keep the masters in, BF16, files below 16 MB.")
 
 
 def main(argv: list[str]) -> None:
@@ -65,9 +65,12 @@ def _run() -> None:
         examined=_EXAMINED.value,
         workers=_WORKERS.value,
     )
-    state, done = train(cfg, plan, tokenizer, texts, Path(_DIRECTORY.value), run, initial)
-    if _MASTERS_OUT.value:
-        write_masters(Path(_MASTERS_OUT.value), state.masters, int(state.step))
+
+    def write_parts(state: TrainState) -> None:
+        if _MASTERS_OUT.value:
+            write_masters(Path(_MASTERS_OUT.value), state.masters, int(state.step))
+
+    state, done = train(cfg, plan, tokenizer, texts, Path(_DIRECTORY.value), run, initial, write_parts)
     if _OUTPUT.value:
         export_checkpoint(state.masters, cfg, tokenizer, _OUTPUT.value)
     logging.info("step %d, %s", int(state.step), "done" if done else "to be resumed")

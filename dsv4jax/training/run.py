@@ -63,6 +63,7 @@ def train(
     directory: Path,
     run: RunConfig,
     initial: TrainState | None = None,
+    on_checkpoint: Callable[[TrainState], None] = lambda state: None,
 ) -> tuple[TrainState, bool]:
     """Trains, or goes on where `directory` left off: from the same seed and steps the result is the same.
 
@@ -70,6 +71,7 @@ def train(
 
     Args:
       initial: what to begin with in a new directory; default: random masters.
+      on_checkpoint: called with every state that is saved.
 
     Returns:
       The last state, and whether the plan is done.
@@ -85,6 +87,11 @@ def train(
     if checkpoints.latest is not None:
         state = checkpoints.load(checkpoints.latest, jax.eval_shape(lambda: state))
     saved = 0.0
+
+    def save() -> None:
+        checkpoints.save(int(state.step), state, overwrite=True)
+        on_checkpoint(state)
+
     with _Log(directory / "log.jsonl") as log, concurrent.futures.ThreadPoolExecutor(1) as background:
         programs, examinations = {}, {}
         for i, stage in list(enumerate(plan))[_position(plan, int(state.step))[0] :]:
@@ -110,7 +117,7 @@ def train(
                 log(stage=index, step=count, seconds=seconds, rate=rate, **jax.device_get(report))
                 stop = run.stop_after is not None and seconds > run.stop_after
                 if stop or seconds - saved > run.save_every:
-                    checkpoints.save(int(state.step), state, overwrite=True)
+                    save()
                     saved = seconds
                 if stop:
                     return state, False
@@ -119,7 +126,7 @@ def train(
                 exact = examine(right, tokenizer, stage.mixture.skills, run.examined, stage.length, run.seed)
                 log(stage=index, step=stage.steps, seconds=time.monotonic() - started, exact=exact)
         write_plan(directory / "plan.json", plan)
-        checkpoints.save(int(state.step), state, overwrite=True)
+        save()
     return state, True
 
 
