@@ -46,6 +46,13 @@ def trained_spec(cfg: ModelConfig) -> dict[str, Any]:
     return spec
 
 
+def abstract_masters(cfg: ModelConfig) -> Masters:
+    """Shapes and types of the masters."""
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(_shape(spec), jnp.float32), trained_spec(cfg), is_leaf=_is_weight
+    )
+
+
 def init_masters(cfg: ModelConfig, seed: int) -> Masters:
     """Random masters to begin training with; equal on every machine.
 
@@ -126,7 +133,7 @@ def write_masters(directory: Path, masters: Masters, step: int) -> None:
     parts: list[dict[str, np.ndarray]] = [{"step": np.int64(step)}]
     used = 0
     for name, leaf in named_leaves(masters):
-        values = np.asarray(leaf.astype(jnp.bfloat16)).reshape(-1).view(np.uint16)
+        values = np.asarray(leaf).astype(jnp.bfloat16).reshape(-1).view(np.uint16)
         for start in range(0, values.size, _PART_BYTES // 2):
             piece = values[start : start + _PART_BYTES // 2]
             if used + piece.nbytes > _PART_BYTES:
@@ -152,19 +159,19 @@ def read_masters(directory: Path, cfg: ModelConfig) -> tuple[Masters, int]:
                 pieces.setdefault(name, {})[int(start or 0)] = part[key]
     step = pieces.pop("step", {0: np.int64(-1)})[0]
 
-    def joined(path: Any, shape: tuple[int, ...]) -> jax.Array:
+    def joined(path: Any, shape: tuple[int, ...]) -> np.ndarray:
         name = _name(path)
         found = [values for _, values in sorted(pieces.pop(name, {}).items())]
         values = np.concatenate(found) if found else np.zeros(0, np.uint16)
         if values.size != math.prod(shape):
             raise ValueError(f"{str(directory)!r}: {name!r} has {values.size} values, expected {math.prod(shape)}")
-        return jnp.asarray(values.view(jnp.bfloat16).reshape(shape), jnp.float32)
+        return values.view(jnp.bfloat16).reshape(shape).astype(np.float32)
 
     shapes = jax.tree.map(_shape, trained_spec(cfg), is_leaf=_is_weight)
     masters = jax.tree_util.tree_map_with_path(joined, shapes, is_leaf=lambda x: isinstance(x, tuple))
     if pieces or step < 0:
         raise ValueError(f"{str(directory)!r}: unknown masters {sorted(pieces)[:3]}, step {step}")
-    return masters, int(step)
+    return jax.device_put(masters), int(step)
 
 
 def _name(path: Any) -> str:

@@ -22,7 +22,7 @@ from dsv4jax.tokenizer import Tokenizer
 from dsv4jax.training.data import Rows, batches
 from dsv4jax.training.examination import examine, replies_right
 from dsv4jax.training.plan import Plan, Stage, learning_rate, read_plan, write_plan
-from dsv4jax.training.step import Optimisation, TrainState, init_state, train_step
+from dsv4jax.training.step import Optimisation, TrainState, abstract_state, init_state, train_step
 
 _MEASURED = 8
 """Steps by which the speed of a stage is measured."""
@@ -81,11 +81,12 @@ def train(
     if (directory / "plan.json").is_file():
         plan = read_plan(directory / "plan.json")
     token_map = compressed_ids(tokenizer, cfg)
-    state = initial or init_state(cfg, run.seed, run.settings)
     keep = ocp.training.preservation_policies.LatestN(2)
     checkpoints = ocp.training.Checkpointer((directory / "checkpoints").absolute(), preservation_policy=keep)
     if checkpoints.latest is not None:
-        state = checkpoints.load(checkpoints.latest, jax.eval_shape(lambda: state))
+        state = checkpoints.load(checkpoints.latest, abstract_state(cfg, run.settings))
+    else:
+        state = initial or init_state(cfg, run.seed, run.settings)
     saved = 0.0
 
     def save() -> None:

@@ -16,7 +16,7 @@ from dsv4jax.model.transformer import merge
 from dsv4jax.numerics import REFERENCE, Numerics
 from dsv4jax.training.draft import BLOCK_STRIDE, draft_losses
 from dsv4jax.training.forward import INDEX_STRIDE, training_forward
-from dsv4jax.training.parameters import Masters, init_masters, rounded_params
+from dsv4jax.training.parameters import Masters, abstract_masters, init_masters, rounded_params
 
 Phase = Literal["dense", "sparse", "draft"]
 
@@ -52,9 +52,14 @@ def init_state(cfg: ModelConfig, seed: int, settings: Optimisation) -> TrainStat
     return resumed_state(init_masters(cfg, seed), settings)
 
 
+def abstract_state(cfg: ModelConfig, settings: Optimisation) -> TrainState:
+    """Shapes and types of a state."""
+    return jax.eval_shape(lambda masters: resumed_state(masters, settings), abstract_masters(cfg))
+
+
 def resumed_state(masters: Masters, settings: Optimisation, step: int = 0) -> TrainState:
     """A state that goes on from masters alone, with new moments."""
-    return TrainState(masters, _optimiser(settings).init(masters), jnp.int32(step))
+    return TrainState(masters, jax.jit(_optimiser(settings).init)(masters), jnp.int32(step))
 
 
 def _optimiser(settings: Optimisation) -> optax.GradientTransformation:
