@@ -16,7 +16,7 @@ from absl import app, flags
 from dsv4jax.checkpoint.load import load_params
 from dsv4jax.config import ModelConfig
 from dsv4jax.tokenizer import Tokenizer
-from dsv4jax.training.evaluation import MODES, Examiner, draft_reliability, routing_shares, text_loss
+from dsv4jax.training.evaluation import MODES, Examiner, drafts_and_routing, text_loss
 from dsv4jax.training.skills import SKILLS, held_out_examples
 from dsv4jax.training.text import standard_library_texts
 
@@ -49,7 +49,7 @@ def _run() -> None:
     made = functools.partial(held_out_examples, seed=_SEED.value, number=_NUMBER.value)
     lengths = [int(n) for n in _LENGTHS.value]
     examples = {name: made(name, budget=_SKILL_LENGTH) for name in _SKILLS.value}
-    examples |= {f"look_up in {n}": made("look_up", budget=n - _REPLY) for n in lengths}
+    examples |= {f"look_up, {n}": made("look_up", budget=n - _REPLY) for n in lengths}
 
     print(f"Right replies of {_NUMBER.value} held-out examples each:\n")
     _row("mode", *examples)
@@ -71,13 +71,12 @@ def _run() -> None:
 
     prompts = [e.prompt(tokenizer) for of_skill in examples.values() for e in of_skill[:2]]
     print("\nReliability of the confidence head: predicted and real share of drafts that stand, by prediction:\n")
-    found = draft_reliability(params, cfg, prompts, 64, tokenizer.eos_id)
+    found, shares = drafts_and_routing(params, cfg, prompts, 64, tokenizer.eos_id)
     for predicted, verified, accepted in zip(found.predicted, found.bin_verified, found.bin_accepted, strict=True):
         if verified:
             _row(f"{predicted / verified:.2f}", f"{accepted / verified:.2f}", f"{verified} drafts")
 
     print("\nLoad of each layer's busiest and idlest expert, over the mean:\n")
-    shares = routing_shares(params, cfg, prompts)
     for layer, share in enumerate(shares / shares.mean(1, keepdims=True)):
         _row(layer, f"{share.max():.2f}", f"{share.min():.2f}")
 

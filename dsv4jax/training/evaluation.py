@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from dsv4jax.batch import DecodeBucket as Bucket
 from dsv4jax.batch import (
+    DecodeBucket,
     PrefillBucket,
     PrefillChunk,
     SpeculativeRequest,
     prefill_batch,
     speculative_batch,
 )
-from dsv4jax.cache import CacheConfig, init_cache
+from dsv4jax.cache import Cache, CacheConfig, init_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.draft_statistics import DraftStatistics, step_statistics, zero_statistics
 from dsv4jax.engine.engine import Engine
@@ -158,28 +158,19 @@ def text_loss(params: Params, cfg: ModelConfig, tokens: Int32[np.ndarray, "rows 
     return -float(jnp.mean(picked))
 
 
-def routing_shares(
-    params: Params, cfg: ModelConfig, prompts: Sequence[np.ndarray]
-) -> Float[np.ndarray, "layers experts"]:
-    """Share of all prompt tokens that each expert gets; rows sum to the experts per token."""
-    total = np.zeros((cfg.num_hidden_layers, cfg.n_routed_experts))
-    for prompt in prompts:
-        total += np.asarray(_prefilled(params, cfg, [prompt], None)[1])
-    return total / sum(len(p) for p in prompts)
-
-
-def draft_reliability(
+def drafts_and_routing(
     params: Params, cfg: ModelConfig, prompts: Sequence[np.ndarray], max_tokens: int, eos_id: int
-) -> DraftStatistics:
-    """How well confidences predict what is accepted, over greedy replies of at most `max_tokens`.
+) -> tuple[DraftStatistics, Float[np.ndarray, "layers experts"]]:
+    """How well confidences predict what is accepted, over greedy replies of at most `max_tokens`, and the share of the
+    prompts' tokens that each expert gets; a layer's shares add up to the experts per token.
 
     Args:
       prompts: all are run at once.
     """
     ends = [len(p) + max_tokens - 1 for p in prompts]
-    cache, _, cache_cfg, pages = _prefilled(params, cfg, prompts, "shared", max_tokens)
+    cache, load, cache_cfg, pages = _prefilled(params, cfg, prompts, max_tokens)
     block = cfg.dspark_block_size
-    bucket = Bucket(len(prompts), max(len(p) for p in pages), 1 + block)
+    bucket = DecodeBucket(len(prompts), max(len(p) for p in pages), 1 + block)
     batch = speculative_batch(
         cfg,
         cache_cfg,
@@ -199,20 +190,20 @@ def draft_reliability(
         running &= (counts > 0) & ~np.any((tokens == eos_id) & (np.arange(tokens.shape[1]) < counts[:, None]), 1)
         if not running.any():
             break
-    return total
+    return total, np.asarray(load) / sum(len(p) for p in prompts)
 
 
 def _prefilled(
-    params: Params, cfg: ModelConfig, prompts: Sequence[np.ndarray], drafts: Any, max_tokens: int = 1
-) -> tuple[Any, Array, CacheConfig, list[range]]:
+    params: Params, cfg: ModelConfig, prompts: Sequence[np.ndarray], max_tokens: int
+) -> tuple[Cache, Array, CacheConfig, list[range]]:
     """A cache that holds the prompts, the tokens that each expert got, and where the prompts' pages are."""
     needed = [ceil_div(len(p) + max_tokens, CacheConfig.page_size) for p in prompts]
     ends = np.cumsum(needed)
     pages = [range(end - n, end) for n, end in zip(needed, ends, strict=True)]
-    cache_cfg = CacheConfig(len(prompts), int(ends[-1]), drafts=drafts)
+    cache_cfg = CacheConfig(len(prompts), int(ends[-1]), drafts="shared")
     cache = init_cache(cfg, cache_cfg)
     bucket = PrefillBucket(_PREFILL, 1, max(needed))
-    load: Any = 0
+    load = jnp.zeros((cfg.num_hidden_layers, cfg.n_routed_experts), jnp.int32)
     for slot, prompt in enumerate(prompts):
         cache = start_request(
             cache, np.int32(slot), *request_rows(prompt, (), {}, cfg.vocab_size), np.int32(len(prompt))
@@ -222,5 +213,5 @@ def _prefilled(
             chunk = PrefillChunk(prompt, start, end, slot, pages[slot], sampling=_GREEDY)
             batch = prefill_batch(cfg, cache_cfg, [chunk], bucket)
             cache, out = prefill_step(params, cache, batch, cfg=cfg)
-            load += out.expert_load
+            load = load + out.expert_load
     return cache, load, cache_cfg, pages

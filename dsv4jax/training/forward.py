@@ -8,7 +8,6 @@ nothing else is.
 """
 
 import functools
-from typing import Any
 
 import flax.struct
 import jax
@@ -31,7 +30,7 @@ from dsv4jax.model.transformer import Layer, Model
 from dsv4jax.numerics import Numerics
 from dsv4jax.quant import qdq_fp8
 from dsv4jax.training.selection import candidate_mask, top_mask
-from dsv4jax.weights import dequantize
+from dsv4jax.weights import DenseWeight, dequantize
 from pallas_kernels.moe_experts.reference import swiglu
 from sharding import SINGLE
 
@@ -141,8 +140,9 @@ def engram_rows(
 ) -> Int32[Array, "tokens layers columns"]:
     """Table rows of every token of whole sequences."""
     ids = token_map[tokens]
-    back = [jnp.pad(ids, ((0, 0), (s, 0)), constant_values=DEAD)[:, : ids.shape[1]] for s in range(4)]
-    history = jnp.stack(back[: cfg.engram_max_ngram_size], -1).reshape(ids.size, -1)
+    orders = range(cfg.engram_max_ngram_size)
+    back = [jnp.pad(ids, ((0, 0), (s, 0)), constant_values=DEAD)[:, : ids.shape[1]] for s in orders]
+    history = jnp.stack(back, -1).reshape(ids.size, -1)
     return rows_on_device(cfg, history, token_map[cfg.engram_pad_token_id])
 
 
@@ -178,11 +178,12 @@ def _layer(
     q, near = (a.reshape(batch, -1, *a.shape[1:]) for a in (q, near))
     sink = layer.attn.attn_sink[...]
     if cfg.ratio(index):
-        o, divergence = attend(q, near, sink, cfg.sliding_window, source.entries, source.selected)
+        o, top, total = attend(q, near, sink, cfg.sliding_window, source.entries, source.selected)
         at = _every(offset, q.shape[1])
-        divergence = divergence(at, source.log_scores, _visible(cfg.ratio(index), q.shape[1], source.entries))
+        seen = _visible(cfg.ratio(index), q.shape[1], source.entries)[at]
+        divergence = index_divergence(q[:, at], source.entries, top[:, at], total[:, at], source.log_scores, seen)
     else:
-        o, _ = attend(q, near, sink, cfg.sliding_window)
+        o, _, _ = attend(q, near, sink, cfg.sliding_window)
         divergence = jnp.zeros(())
     o = rotate(o.reshape(-1, *o.shape[2:]), jax.tree.map(lambda a: a[:, None], turn.inverse()))
     y = layer.attn.project(o, numerics, SINGLE)
@@ -277,28 +278,25 @@ def attend(
     window: int,
     far: Float[Array, "batch entries dim"] | None = None,
     selected: Bool[Array, "batch sequence entries"] | None = None,
-) -> tuple[Float[Array, "batch sequence heads dim"], Any]:
+) -> tuple[
+    Float[Array, "batch sequence heads dim"], Float[Array, "batch sequence heads"], Float[Array, "batch sequence heads"]
+]:
     """`pallas_kernels.sparse_attention.reference.attention` with a mask in place of gathered entries.
 
-    Also returns a function of some queries, the logarithms of their index scores and what they see: the mean divergence
-    of the scores from this attention, taken over all visible entries whether they were selected or not.
+    Also returns the largest score, and the sum of the exponentials of all relative to it, the sink included.
     """
     batch, length, heads, dim = q.shape
     tiles = length // window
-
-    def dot(spec, a, b):
-        return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
     tiled = near.reshape(batch, tiles, window, dim)
     tiled = jnp.concatenate([jnp.pad(tiled, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1], tiled], 2)
     query, key = jnp.arange(window)[:, None], jnp.arange(-window, window)
     visible = (key <= query) & (key > query - window)
     visible = visible & ((jnp.arange(tiles)[:, None, None] > 0) | (key >= 0))
-    scores = dot("bcqhd,bckd->bcqhk", q.reshape(batch, tiles, window, heads, dim), tiled)
+    scores = _dot("bcqhd,bckd->bcqhk", q.reshape(batch, tiles, window, heads, dim), tiled)
     scores = scores.reshape(batch, length, heads, -1)
     visible = jnp.broadcast_to(visible, (batch, *visible.shape)).reshape(batch, length, 1, -1)
     if far is not None:
-        scores = jnp.concatenate([scores, dot("bqhd,bnd->bqhn", q, far)], -1)
+        scores = jnp.concatenate([scores, _dot("bqhd,bnd->bqhn", q, far)], -1)
         visible = jnp.concatenate([visible, selected[:, :, None]], -1)
     scale = dim**-0.5
     scores = jnp.where(visible, scores * scale, -jnp.inf)
@@ -308,21 +306,36 @@ def attend(
     p = p.astype(q.dtype)
     width = 2 * window
     near_p = p[..., :width].reshape(batch, tiles, window, heads, width)
-    value = dot("bcqhk,bckd->bcqhd", near_p, tiled).reshape(batch, length, heads, dim)
+    value = _dot("bcqhk,bckd->bcqhd", near_p, tiled).reshape(batch, length, heads, dim)
     if far is not None:
-        value = value + dot("bqhn,bnd->bqhd", p[..., width:], far)
+        value = value + _dot("bqhn,bnd->bqhd", p[..., width:], far)
 
-    def divergence(at: Int[Array, " queries"], log_scores: Array, seen: Bool[Array, "sequence entries"]) -> Array:
-        fixed = lax.stop_gradient((q[:, at], far, top[:, at], total[:, at]))
-        exponent = dot("bqhd,bnd->bqhn", *fixed[:2]) * scale - fixed[2]
-        # Entries that were not selected may score above the maximum.
-        shares = jnp.exp(jnp.minimum(exponent, 20.0)) / fixed[3][..., None]
-        target = jnp.where(seen[at], jnp.sum(shares, 2), 0)
-        target = target / (jnp.sum(target, -1, keepdims=True) + 1e-9)
-        log_target = jnp.log(jnp.maximum(target, 1e-9))
-        return jnp.mean(jnp.sum(target * (log_target - jnp.where(seen[at], log_scores, 0)), -1))
+    return (value / total[..., None]).astype(q.dtype), top[..., 0], total
 
-    return (value / total[..., None]).astype(q.dtype), divergence
+
+def index_divergence(
+    q: Float[Array, "batch queries heads dim"],
+    entries: Float[Array, "batch entries dim"],
+    top: Float[Array, "batch queries heads"],
+    total: Float[Array, "batch queries heads"],
+    log_scores: Float[Array, "batch queries entries"],
+    seen: Bool[Array, "queries entries"],
+) -> Float[Array, ""]:
+    """Mean divergence of index scores from the attention of all heads to the entries that a query sees, whether they
+    were selected or not; it teaches the scores only."""
+    q, entries, top, total = lax.stop_gradient((q, entries, top, total))
+    exponent = _dot("bqhd,bnd->bqhn", q, entries) * q.shape[-1] ** -0.5 - top[..., None]
+    # Entries that were not selected may score above the largest.
+    shares = jnp.exp(jnp.minimum(exponent, 20.0)) / total[..., None]
+    target = jnp.where(seen, jnp.sum(shares, 2), 0)
+    target = target / (jnp.sum(target, -1, keepdims=True) + 1e-9)
+    log_target = jnp.log(jnp.maximum(target, 1e-9))
+    return jnp.mean(jnp.sum(target * (log_target - jnp.where(seen, log_scores, 0)), -1))
+
+
+def _dot(spec: str, a: Array, b: Array) -> Array:
+    """A product accumulated and returned in fp32."""
+    return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def mixture(
@@ -335,15 +348,16 @@ def mixture(
     chosen = jax.nn.one_hot(experts, count, dtype=jnp.float32)
     weights = jnp.sum(chosen * weights[..., None], 1)
     w1, w3, w2 = (dequantize(getattr(ffn.experts, name), values.dtype) for name in ("w1", "w3", "w2"))
-    rounded = qdq_fp8(values) if numerics.quantize_activations else values
+    # As in `linear`.
+    quantize = numerics.quantize_activations and not isinstance(ffn.experts.w1.get_value(), DenseWeight)
+    rounded = qdq_fp8(values) if quantize else values
 
     def project(spec, a, w):
-        y = jnp.einsum(spec, a, w, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-        return y.astype(values.dtype)
+        return _dot(spec, a, w).astype(values.dtype)
 
     z = swiglu(project("th,ewh->tew", rounded, w1), project("th,ewh->tew", rounded, w3), ffn.limit)
     z = (z if numerics.fast else z * weights[..., None]).astype(values.dtype)
-    y = project("tew,ehw->teh", qdq_fp8(z) if numerics.quantize_activations else z, w2).astype(jnp.float32)
+    y = project("tew,ehw->teh", qdq_fp8(z) if quantize else z, w2).astype(jnp.float32)
     if numerics.fast:
         y = y * weights[..., None]
     routed = sum(y[:, e] for e in range(count))

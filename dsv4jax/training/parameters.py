@@ -80,8 +80,8 @@ def rounded_params(masters: Masters, cfg: ModelConfig, token_map: Int32[Array, "
             case Fp8Weight() | Mxfp4Weight():
                 return RoundedWeight(straight_through(lambda m: dequantize(_stored(spec, m), jnp.float32), master))
             case DenseWeight():
-                return DenseWeight(_dense(spec.weight, master))
-        return _dense(spec, master)
+                return DenseWeight(_rounded(spec.weight, master))
+        return _rounded(spec, master)
 
     params = jax.tree.map(rounded, trained_spec(cfg), masters, is_leaf=_is_weight)
     return params | {"engram_token_map": jnp.asarray(token_map)}
@@ -197,6 +197,11 @@ def _shape(spec: Any) -> tuple[int, ...]:
 def _dense(spec: ArraySpec, master: Array) -> Array:
     """A master in the type that is stored, then in that of memory."""
     return master.astype(STORED_DTYPES[spec.stored]).astype(spec.dtype)
+
+
+def _rounded(spec: ArraySpec, master: Array) -> Array:
+    """The values of `_dense` in fp32, in which the gradients of rows that many tokens look up are summed."""
+    return master.astype(STORED_DTYPES[spec.stored]).astype(jnp.float32)
 
 
 def _stored(spec: Fp8Weight | Mxfp4Weight, master: Float[Array, "..."]) -> Fp8Weight | Mxfp4Weight:
