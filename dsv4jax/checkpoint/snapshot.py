@@ -169,7 +169,7 @@ def snapshot_to_checkpoint(
       ValueError: as `load_snapshot`.
     """
     cfg = ModelConfig.from_checkpoint(path)
-    tensors = _tensors(_counted(stream_snapshot(path, cfg), cfg, progress), cfg)
+    tensors = stored_tensors(_counted(stream_snapshot(path, cfg), cfg, progress), cfg)
     files = companion_files(path)
     write_checkpoint(checkpoint, checkpoint_inventory(cfg), tensors, shard_bytes=shard_bytes, files=files)
 
@@ -233,7 +233,7 @@ def _groups(items: Iterable[tuple[str, Any]], size: Any) -> Iterator[list[tuple[
     yield group
 
 
-def _tensors(leaves: Iterable[tuple[str, np.ndarray]], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+def stored_tensors(leaves: Iterable[tuple[str, np.ndarray]], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """The checkpoint's tensors behind leaves, in their stored types."""
     specs = dict(named_leaves(abstract_params(cfg)))
     for name, values in leaves:
