@@ -38,7 +38,7 @@ def lowered_for_hopper(fn: Callable[..., Any], *arguments: Any) -> str:
 def decided_by_the_host(lowered: jax.stages.Lowered) -> list[str]:
     """Conditionals and loops of a program for a GPU before which the host would wait for the device.
 
-    Not those whose branch is a constant, or whose end is a constant number of turns.
+    Not those whose branch is a constant, nor loops that run up to one.
     """
     found = []
 
@@ -53,9 +53,13 @@ def decided_by_the_host(lowered: jax.stages.Lowered) -> list[str]:
             if not constant(operation.operands[0]):
                 found.append(str(operation.location))
         elif name == "stablehlo.while":
-            (end,) = [o for o in operation.regions[0].blocks[0].operations if o.operation.name == "stablehlo.return"]
-            compared = end.operands[0].owner
-            if getattr(compared, "name", None) != "stablehlo.compare" or not any(map(constant, compared.operands)):
+            head, body = (region.blocks[0] for region in operation.regions)
+            compared = list(head.operations)[-1].operands[0].owner
+            bounds = list(compared.operands) if getattr(compared, "name", None) == "stablehlo.compare" else []
+            for i, argument in enumerate(head.arguments):
+                if argument in bounds and list(body.operations)[-1].operands[i] == body.arguments[i]:
+                    bounds.append(operation.operands[i])  # carried through the loop as it was
+            if not any(map(constant, bounds)):
                 found.append(str(operation.location))
         return ir.WalkResult.ADVANCE
 
