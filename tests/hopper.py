@@ -45,7 +45,8 @@ def decided_by_the_host(lowered: jax.stages.Lowered) -> list[str]:
     def constant(value: Any) -> bool:
         owner = value.owner
         name = getattr(owner, "name", None)
-        return name == "stablehlo.constant" or (name == "stablehlo.case" and constant(owner.operands[0]))
+        passed = ("stablehlo.case", "sdy.sharding_constraint")
+        return name == "stablehlo.constant" or (name in passed and constant(owner.operands[0]))
 
     def visit(operation: Any) -> Any:
         name = operation.operation.name
