@@ -273,20 +273,22 @@ def start_request(
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="layout")
 def set_allowed_tokens(
-    cache: Cache, slots: Int32[Array, " n"], masks: UInt32[Array, "n words"], *, layout: Layout = SINGLE
+    cache: Cache, slots: Int32[Array, " n"], masks: UInt32[Array, "n places words"], *, layout: Layout = SINGLE
 ) -> Cache:
     """Sets which tokens the requests in some slots may be given from now on. The cache is donated.
 
-    `start_request` allows all. All tokens of a step obey the same mask; log-probabilities do not depend on it.
+    `start_request` allows all. Log-probabilities do not depend on it.
 
     Args:
       slots: distinct; a padded row has a slot >= number of slots and sets nothing.
-      masks: token i is allowed if bit i % 32 of word i // 32 is set; words = ⌈vocab / 32⌉.
+      masks: token i is allowed if bit i % 32 of word i // 32 is set; words = ⌈vocab / 32⌉. One mask for all tokens of a
+        step, or in a cache with drafts one for each place: what may follow the newest chosen token, the first draft
+        behind it, and so on to the last draft of a block.
       layout: over several ranks, the rows of all in order, as many for each.
     """
 
     def set_rows(_: None, allowed: Array, slots: Array, masks: Array) -> tuple[Array, None]:
-        return allowed.at[slots].set(masks, mode="drop"), None
+        return allowed.at[slots].set(jnp.broadcast_to(masks, (*slots.shape, *allowed.shape[1:])), mode="drop"), None
 
     allowed, _ = layout.map(set_rows, None, cache.sampling.allowed, slots, masks)
     return cache.replace(sampling=cache.sampling.replace(allowed=allowed))

@@ -26,7 +26,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from dsv4jax.sampling import (
     SamplingParams,
@@ -104,7 +104,7 @@ def verify(
     valid: Bool[Array, "requests tokens"],
     *,
     method: Method = "rejection",
-    allowed: UInt32[Array, "requests tokens words"] | None = None,
+    pause_tokens: Int32[Array, "requests pauses"] | None = None,
     forced_acceptance: Float[Array, "drafts"] | None = None,
 ) -> Verified:
     """Accepts a prefix of each request's drafts and chooses the token that follows it.
@@ -115,10 +115,12 @@ def verify(
       draft_counts: how many of them to verify, 0 .. drafts. With `draft_logits`, whether draft j is among them may
         depend on the drafts before it but not on draft j itself, or the output's distribution is not the target's.
       draft_logits: what `draw_drafts(shared_noise=False)` was given for each draft; None for drafts chosen otherwise.
-      state, params, slots, tokens, positions, valid: as in `sample`; valid[:, 0] is False for a padded request.
+      state, params, slots, tokens, positions, valid: as in `sample`; valid[:, 0] is False for a padded request. What
+        `state` allows at a place holds if the drafts up to it stand; behind a draft that is not allowed it may be
+        anything.
       method: with draft logits, whether each draft is accepted for itself or the block as a whole; see below.
-      allowed: tokens that may follow each input token if the drafts up to it stand, in place of the one mask per slot
-        in `state.allowed`; masks of later rows may be anything once a draft is not allowed.
+      pause_tokens: a draft that is one of these is the last token of its request in this step if it stands: what may
+        follow it is not known yet. What is dropped behind it has had no say in it, so that all said below holds.
       forced_acceptance: synthetic acceptance for benchmarks, the output is then not the model's: draft j is accepted
         with this probability if those before it are. All that `verify` computes otherwise is computed all the same. An
         array with a negative entry forces nothing.
@@ -144,7 +146,7 @@ def verify(
     """
     num_tokens, vocab = target_logits.shape[1:]
     columns = jnp.arange(num_tokens)
-    adjusted = adjusted_logits(target_logits, state, params, slots, tokens, positions, valid, allowed)
+    adjusted = adjusted_logits(target_logits, state, params, slots, tokens, positions, valid)
     log_total = log_totals(target_logits)
     defined = jnp.isfinite(log_total) & (jnp.max(adjusted, axis=-1) > -jnp.inf)
     random = valid & draws_at_random(params)[:, None]
@@ -198,8 +200,11 @@ def verify(
             jnp.any(random), at_random, lambda: where_equal(jnp.argmax(adjusted, axis=-1).astype(jnp.int32))
         )
 
-    emitted = valid & (columns <= accepted[:, None])
     chosen = jnp.where(columns < accepted[:, None], jnp.pad(drafts, [(0, 0), (0, 1)]), following[:, None])
+    if pause_tokens is not None:
+        goes_on = jnp.all(drafts[..., None] != pause_tokens[:, None], axis=-1)
+        accepted = jnp.minimum(accepted, _prefix_length(goes_on))
+    emitted = valid & (columns <= accepted[:, None])
     chosen = jnp.where(defined & emitted, chosen, 0)
     sampled = with_logprobs(chosen, defined, target_logits, log_total, params, emitted)
     return Verified(

@@ -107,6 +107,7 @@ class HalfMask:
 
     waits_for_tokens = False
     unchanged_for = 1
+    pause_tokens = ()
 
     def __init__(self):
         self.count = 0
@@ -116,6 +117,9 @@ class HalfMask:
 
     def next(self, ahead=0):
         return self.masks[(self.count + ahead) % 2]
+
+    def along(self, drafts):
+        return [self.masks[(self.count + i) % 2] for i in range(len(drafts) + 1)]
 
     def push(self, token):
         assert (token >= 64) == self.count % 2, "chosen under another slot's mask"

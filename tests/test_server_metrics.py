@@ -121,7 +121,7 @@ def test_statistics_are_read_at_the_scrape():
 
 
 def test_drafts_are_counted_by_place_and_reason():
-    drafts = DraftTotals(10, [10, 8, 5], [9, 4, 2], {"mask": 3, "context": 0, "pages": 1})
+    drafts = DraftTotals(10, [10, 8, 5], [9, 4, 2], {"context": 3, "pages": 1})
     text = scrape(make_observer(), drafts=drafts)
     assert sample(text, "vllm:spec_decode_num_drafts_total") == 10
     assert sample(text, "vllm:spec_decode_num_draft_tokens_total") == 23
@@ -131,7 +131,7 @@ def test_drafts_are_counted_by_place_and_reason():
         assert sample(text, name, position=str(place)) == drafts.accepted[place]
         assert sample(text, "dsv4jax:verified_drafts_total", position=str(place)) == drafts.verified[place]
     assert sample(text, "dsv4jax:acceptance_length") == 2.5
-    assert sample(text, "dsv4jax:withheld_drafts_total", reason="mask") == 3
+    assert sample(text, "dsv4jax:withheld_drafts_total", reason="context") == 3
     assert sample(scrape(make_observer()), "dsv4jax:acceptance_length") == 0
 
 

@@ -6,9 +6,9 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int32
 
-Withheld = Literal["mask", "context", "pages"]
-"""Why a request that wants drafts verified none in a step: its mask may change with the next token, it is longer than
-its `draft_context`, or no page was left for tokens that may be rejected."""
+Withheld = Literal["context", "pages"]
+"""Why a request that wants drafts verified none in a step: it is longer than its `draft_context`, or no page was left
+for tokens that may be rejected."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,7 +30,7 @@ class DraftTotals:
     @classmethod
     def zero(cls, drafts: int) -> "DraftTotals":
         """Nothing yet, for up to `drafts` drafts per request."""
-        return cls(0, [0] * drafts, [0] * drafts, {"mask": 0, "context": 0, "pages": 0})
+        return cls(0, [0] * drafts, [0] * drafts, {"context": 0, "pages": 0})
 
     def take(self, verified: Int32[np.ndarray, " requests"], accepted: Int32[np.ndarray, " requests"]) -> None:
         """Counts a step's requests."""

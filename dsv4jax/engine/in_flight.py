@@ -30,6 +30,7 @@ class RankInFlight:
     decodes: Running | None
     speculation: Running | None
     sequences: list[Sequence]  # all that take part
+    first_drafts: list[tuple[int, int]]  # slots and their epochs
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,16 +54,18 @@ class Update:
 
 
 def rows_of(result: Sampled | Speculated, rows: list[int] | Int64[np.ndarray, " rows"]) -> Speculated:
-    """The results of some rows; of one token each if no drafts were run."""
+    """The results of some rows; of one token each, and no drafts behind it, if none were run."""
     top_tokens = None if result.top_tokens is None else result.top_tokens[rows]
     top_logprobs = None if result.top_logprobs is None else result.top_logprobs[rows]
     tokens, logprobs = result.tokens[rows], result.logprobs[rows]
     if isinstance(result, Speculated):
-        return Speculated(result.counts[rows], result.verified[rows], tokens, logprobs, top_tokens, top_logprobs)
+        counts, verified, drafts = result.counts[rows], result.verified[rows], result.next_drafts[rows]
+        return Speculated(counts, verified, tokens, logprobs, drafts, top_tokens, top_logprobs)
     ones = np.ones(len(rows), np.int32)
     if top_tokens is not None:
         top_tokens, top_logprobs = top_tokens[:, None], top_logprobs[:, None]
-    return Speculated(ones, ones - 1, tokens[:, None], logprobs[:, None], top_tokens, top_logprobs)
+    no_drafts = np.zeros((len(rows), 0), np.int32)
+    return Speculated(ones, ones - 1, tokens[:, None], logprobs[:, None], no_drafts, top_tokens, top_logprobs)
 
 
 def take_logprobs(sequence: Sequence, result: Speculated, row: int, count: int) -> None:

@@ -56,7 +56,7 @@ _GREEDY = RequestSampling(temperature=0.0, seed=0)
 class _Results:
     """What a program returned, over all ranks."""
 
-    output: StepOutput | SpeculativeOutput
+    output: StepOutput | SpeculativeOutput | DraftOutput
     ranks: int
     tile: int = 1  # chunks of prompts begin at multiples of it in their rank's batch
 
@@ -73,6 +73,7 @@ class _Dispatched:
     prefill: _Results | None
     decode: _Results | None
     speculation: _Results | None
+    first_drafts: _Results | None
     at: float
 
 
@@ -159,8 +160,10 @@ class JaxExecutor:
             output = self._run(bucket, [programs.nothing(bucket)] * len(self._local_ranks))
             jax.block_until_ready(output.tokens)
         self._start([SlotStart(0, np.zeros(1, np.int32), 0, _GREEDY, {})] * self._ranks)
-        for rows in programs.buckets.masks:
-            self._set_masks([(SlotMask(0, None),) * rows] * self._ranks)
+        for rows, places in itertools.product(programs.buckets.masks, sorted({1, programs.mask_places})):
+            by_place = np.zeros((places, ceil_div(programs.cfg.vocab_size, 32)), np.uint32)
+            mask = SlotMask(programs.cache_cfg.slots, None if places == 1 else by_place)
+            self._set_masks([(mask,) * rows] * self._ranks)
         if self._balancer is not None:
             self._balancer.warm_up(self._params, self._placement)
             self.balance = _balance_stats(self._balancer.metrics())
@@ -232,8 +235,8 @@ class JaxExecutor:
         prefill = self._prefill([rank.prefills for rank in plan.ranks])
         decode = self._decode([rank.decodes for rank in plan.ranks])
         speculation = self._speculate([rank.speculation for rank in plan.ranks])
-        self._draft_first([rank.first_drafts for rank in plan.ranks])
-        self._queue.append(_Dispatched(plan, prefill, decode, speculation, at))
+        first_drafts = self._draft_first([rank.first_drafts for rank in plan.ranks])
+        self._queue.append(_Dispatched(plan, prefill, decode, speculation, first_drafts, at))
         if self._strict and self.compilations.count > compiled:
             raise RuntimeError(f"step {plan.number} compiled {self.compilations.count - compiled} programs")
 
@@ -277,7 +280,10 @@ class JaxExecutor:
         if plan.speculation is not None:
             requests = [sampling[slot] for slot in plan.speculation.slots.tolist()]
             speculation = _speculated(step.speculation, rank, requests)
-        return RankResult(prefills, decodes, logprobs, speculation)
+        first_drafts = None
+        if plan.first_drafts:
+            first_drafts = step.first_drafts.of_rank("tokens", rank)[: len(plan.first_drafts)]
+        return RankResult(prefills, decodes, logprobs, speculation, first_drafts)
 
     def _start(self, starts: Sequence[SlotStart | None]) -> None:
         """Starts at most one request on each rank."""
@@ -306,16 +312,20 @@ class JaxExecutor:
         words = ceil_div(programs.cfg.vocab_size, 32)
         most = max(map(len, masks))
         rows = min(n for n in programs.buckets.masks if n >= most)
+        by_place = any(np.ndim(mask.mask) == 2 for rank in masks for mask in rank)
+        places = programs.mask_places if by_place else 1
         local = [masks[rank] for rank in self._local_ranks]
         slots = np.full((len(local), rows), programs.cache_cfg.slots, np.int32)
-        values = np.full((len(local), rows, words), 0xFFFFFFFF, np.uint32)
+        values = np.full((len(local), rows, places, words), 0xFFFFFFFF, np.uint32)
         for i, given in enumerate(local):
             for row, mask in enumerate(given):
                 slots[i, row] = mask.slot
-                if mask.mask is not None:
+                if np.ndim(mask.mask) == 2:
+                    values[i, row, : len(mask.mask)] = mask.mask
+                elif mask.mask is not None:
                     values[i, row] = mask.mask
-        arguments = programs.layout.put((slots.reshape(-1), values.reshape(-1, words)))
-        self._cache = programs.set_allowed_tokens(rows)(self._cache, *arguments)
+        arguments = programs.layout.put((slots.reshape(-1), values.reshape(-1, places, words)))
+        self._cache = programs.set_allowed_tokens(rows, places)(self._cache, *arguments)
 
     def _prefill(self, ranks: Sequence[tuple[Prefill, ...]]) -> _Results | None:
         programs, chunks = self._programs, [chunk for rank in ranks for chunk in rank]
@@ -396,18 +406,18 @@ class JaxExecutor:
     def _speculative_batch(self, rank: int, plan: Speculation | None, bucket: DecodeBucket) -> SpeculativeBatch:
         if plan is None:
             return self._programs.nothing(bucket)
-        columns = (plan.slots, _reached(plan), plan.max_drafts, plan.min_drafts, plan.tokens)
+        columns = (plan.slots, _reached(plan), plan.max_drafts, plan.min_drafts, plan.tokens, plan.seen)
         rows = [
-            SpeculativeRequest(slot, pages, end, most, least, self._sampling[rank][slot], token)
-            for slot, end, most, least, token, pages in zip(
-                *(c.tolist() for c in columns), plan.page_table, strict=True
+            SpeculativeRequest(slot, pages, end, most, least, self._sampling[rank][slot], token, pauses, seen)
+            for slot, end, most, least, token, seen, pauses, pages in zip(
+                *(c.tolist() for c in columns), plan.pause_tokens, plan.page_table, strict=True
             )
         ]
         return self._programs.batch(rows, bucket)
 
-    def _draft_first(self, ranks: Sequence[tuple[int, ...]]) -> None:
+    def _draft_first(self, ranks: Sequence[tuple[int, ...]]) -> _Results | None:
         if not any(ranks):
-            return
+            return None
         most = max(map(len, ranks))
         bucket = min((b for b in self._programs.buckets.draft if b.requests >= most), key=lambda b: b.requests)
         batches = []
@@ -417,7 +427,7 @@ class JaxExecutor:
                 for slot in ranks[rank]
             ]
             batches.append(self._programs.batch(rows, bucket))
-        self._run(bucket, batches)
+        return _Results(self._run(bucket, batches), self._ranks)
 
     def _run(
         self, bucket: Bucket, batches: list[StepBatch] | list[SpeculativeBatch]
@@ -430,11 +440,9 @@ class JaxExecutor:
         if self._balancer is not None and not isinstance(bucket, DraftBucket):
             options["placement"] = self._placement
         self._cache, output = programs.step(bucket)(self._params, self._cache, batch, **options)
-        if isinstance(bucket, DraftBucket):
-            return output
-        if self._balancer is not None:
+        if self._balancer is not None and not isinstance(bucket, DraftBucket):
             self._balancer.record(output.expert_load, "prefill" if isinstance(bucket, PrefillBucket) else "decode")
-        names = ("tokens", "logprobs", "counts", "verified")
+        names = ("tokens", "logprobs", "counts", "verified", "next_drafts")
         for array in (getattr(output, name) for name in names if hasattr(output, name)):
             array.copy_to_host_async()
         return output
@@ -467,7 +475,7 @@ def _sampled(results: _Results, rank: int, sampling: list[RequestSampling]) -> S
 
 def _speculated(results: _Results, rank: int, sampling: list[RequestSampling]) -> Speculated:
     """The tokens of each of the rank's rows, with the best ones if any request asks for them."""
-    names = ["counts", "verified", "tokens", "logprobs"]
+    names = ["counts", "verified", "tokens", "logprobs", "next_drafts"]
     if max(s.top_logprobs for s in sampling) > 0:
         names += ["top_tokens", "top_logprobs"]
     return Speculated(*(results.of_rank(name, rank)[: len(sampling)] for name in names))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from dsv4jax.batch import (
     speculative_batch,
     with_engram_rows,
 )
-from dsv4jax.cache import Cache, CacheConfig, init_cache
+from dsv4jax.cache import Cache, CacheConfig, init_cache, mask_places
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
 from dsv4jax.packing import param_shapes
@@ -140,6 +141,7 @@ class Programs:
     A program runs a step of all ranks of the layout, each with a batch of the same bucket.
 
     Attributes:
+      mask_places: for how many tokens of a step a slot has masks of their own.
       workspace_bytes: the most temporary memory any program takes on a device, besides arguments and results.
     """
 
@@ -189,10 +191,12 @@ class Programs:
         row = np.int32(0), *request_rows(np.zeros(1, np.int32), (), {}, cfg.vocab_size), np.int32(1)
         start = _shapes(self.start_rows([row] * layout.ranks), layout)
         jobs["start"] = functools.partial(_lower, start_request, cache, *start, layout=layout)
-        words = ceil_div(cfg.vocab_size, 32)
-        for n in buckets.masks:
-            rows = np.zeros(layout.ranks * n, np.int32), np.zeros((layout.ranks * n, words), np.uint32)
-            jobs[n] = functools.partial(_lower, set_allowed_tokens, cache, *_shapes(rows, layout), layout=layout)
+        self.mask_places, words = mask_places(cfg, cache_cfg), ceil_div(cfg.vocab_size, 32)
+        for n, places in itertools.product(buckets.masks, sorted({1, self.mask_places})):
+            rows = np.zeros(layout.ranks * n, np.int32), np.zeros((layout.ranks * n, places, words), np.uint32)
+            jobs[n, places] = functools.partial(
+                _lower, set_allowed_tokens, cache, *_shapes(rows, layout), layout=layout
+            )
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             # Lowered one after the other: kernels carry numbers in the order of their lowering, and a persistent
             # cache finds a program again only if these are the same.
@@ -247,9 +251,9 @@ class Programs:
         """`steps.start_request`, for one request of each rank."""
         return self._compiled["start"]
 
-    def set_allowed_tokens(self, rows: int) -> Callable[..., Cache]:
-        """`steps.set_allowed_tokens` for a row count of `buckets.masks` on each rank."""
-        return self._compiled[rows]
+    def set_allowed_tokens(self, rows: int, places: int) -> Callable[..., Cache]:
+        """`steps.set_allowed_tokens` for a row count of `buckets.masks` on each rank, and 1 or `mask_places` masks."""
+        return self._compiled[rows, places]
 
 
 def _step(bucket: Bucket) -> Any:

@@ -7,12 +7,16 @@ With drafts, only the device knows how many tokens the steps in flight bring a c
 choice was at its end, and at most one more than it verifies drafts. The next step is planned for the most: pages for
 every draft that may be run. If pages are short, fewer drafts are verified, and pages that turned out to be unneeded are
 given back before anybody is preempted. A choice leaves no drafts behind when it loses its slot.
+
+What a choice may be given is masked, and a mask may change with every token. Where it holds for all tokens in flight
+and of the next step, unless one of a few `pause_tokens` is among them, steps overlap, and the device stops behind such
+a token until the host has seen it. Otherwise the host waits for the drafts themselves and sends the mask behind each.
 """
 
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from dsv4jax.engine.chunking import Chunks
 from dsv4jax.engine.draft_totals import DraftTotals
@@ -33,14 +37,15 @@ from dsv4jax.engine.plan import (
 from dsv4jax.engine.request import FinishReason
 from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
-from dsv4jax.engine.token_mask import MaskError
+from dsv4jax.engine.token_mask import Mask, MaskError, one_mask
+from dsv4jax.sampling_settings import MAX_PAUSE_TOKENS
 
 _REQUEST_LOAD = 256  # what a running request weighs, in tokens of prefill
 _CONTEXT_LOAD = 1 / 64  # and each token in its pages
 
 Failures = list[tuple[Sequence, str]]
-Chosen = tuple[Int32[np.ndarray, " requests"], Int32[np.ndarray, " requests"]]
-"""Slots of choices that decode in a step, and the most drafts that each may verify."""
+Chosen = tuple[Int32[np.ndarray, " requests"], Int32[np.ndarray, " requests"], Bool[np.ndarray, " requests"]]
+"""Slots of choices that decode in a step, the most drafts that each may verify, and whether each drafts at all."""
 _UNDEFINED = "the model's logits were undefined (NaN or infinite)"
 
 
@@ -59,7 +64,7 @@ class Rank:
         self._sequences: list[Sequence | None] = [None] * cfg.slots
         self._masked: set[int] = set()
         self._new: list[Sequence] = []  # slots to be started in the next step
-        self._masks: list[SlotMask] = []
+        self._masks: dict[int, Mask] = {}  # to be sent with the next step
         slots = cfg.slots
         self._epoch = np.zeros(slots, np.int64)
         self._decoding = np.zeros(slots, bool)
@@ -70,6 +75,9 @@ class Rank:
         self._least_drafts = np.zeros(slots, np.int32)
         self._most_drafts = np.zeros(slots, np.int32)
         self._draft_context = np.zeros(slots, np.int32)  # no drafts from this position on
+        self._drafts = np.zeros((slots, cfg.drafts), np.int32)  # that the newest step read has left in the slot
+        self._draft_count = np.zeros(slots, np.int32)
+        self._pause_tokens = np.full((slots, MAX_PAUSE_TOKENS), -1, np.int32)
         self._end = np.zeros(slots, np.int32)  # prompt + max_tokens
         self._last = np.zeros(slots, np.int32)  # last known token
         self._eos = np.zeros(slots, np.int32)  # ends the choice; -1 if none does
@@ -141,6 +149,8 @@ class Rank:
         self._most_drafts[slot] = self._cfg.drafts if drafts is None else drafts
         context = sequence.request.draft_context
         self._draft_context[slot] = self._cfg.max_model_len if context is None else context
+        self._draft_count[slot] = 0
+        self._pause_tokens[slot] = -1
         self._end[slot] = len(prompt) + sequence.request.max_tokens
         self._last[slot] = sequence.token(sequence.length - 1)
         self._eos[slot] = -1 if sequence.request.ignore_eos else self._cfg.eos_id
@@ -161,7 +171,7 @@ class Rank:
         self._decoding[slot] = False
         self._epoch[slot] += 1
         self._masked.discard(slot)
-        self._masks = [mask for mask in self._masks if mask.slot != slot]
+        self._masks.pop(slot, None)
         self.free_slots.append(slot)
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
@@ -183,19 +193,18 @@ class Rank:
         too_long = self._positions(slots) >= self._draft_context[slots]
         self.drafts.withheld["context"] += int(np.count_nonzero(too_long & (drafts > 0)))
         drafts[too_long] = 0
-        ready = np.ones(len(slots), bool)
+        ready, wanted = np.ones(len(slots), bool), drafts > 0
         if self._masked:
             for row, slot in enumerate(slots.tolist()):
                 if slot in self._masked:
-                    wanted, allowed = int(drafts[row]), self._drafts_for_mask(slot, int(drafts[row]), failed)
+                    allowed = self._drafts_for_mask(slot, int(drafts[row]), failed)
                     ready[row], drafts[row] = allowed is not None, allowed or 0
-                    self.drafts.withheld["mask"] += allowed == 0 and wanted > 0
-        return slots[ready], drafts[ready]
+        return slots[ready], drafts[ready], wanted[ready]
 
     def must_speculate(self, chosen: Chosen) -> bool:
-        """Whether only a step with drafts can run these choices: they verify some, or the host lacks their position."""
-        slots, drafts = chosen
-        return bool(np.any((drafts > 0) | (self._ahead[slots] != self._unread[slots])))
+        """Whether only a step with drafts can run these choices: some draft, or the host lacks their position."""
+        slots, _, wanted = chosen
+        return bool(np.any(wanted | (self._ahead[slots] != self._unread[slots])))
 
     def plan_decodes(
         self, chosen: Chosen, speculate: bool, preempt: Callable[[Sequence], None]
@@ -204,17 +213,20 @@ class Rank:
 
         Preempts the worst choices if pages run out.
         """
-        (slots, drafts), size = chosen, self._cfg.page_size
+        (slots, drafts, _), size = chosen, self._cfg.page_size
         needed = np.minimum(self._positions(slots) + 1, self._end[slots] - 1)
         for slot in slots[needed > self._page_count[slots] * size].tolist():
             if self._decoding[slot]:
                 self._grow(self._sequences[slot], preempt)
         kept = self._decoding[slots]
         slots, drafts = slots[kept], drafts[kept]
-        if not slots.size:
-            return None, None
         if speculate:
             drafts = self._drafts_on_pages(slots, drafts)
+            # A step without drafts brings one token: it must not be one that finds its choice in a pause.
+            certain = (drafts > 0) | (self._unread[slots] == 0) | (self._pause_tokens[slots] < 0).all(axis=1)
+            slots, drafts = slots[certain], drafts[certain]
+        if not slots.size:
+            return None, None
         positions, again = self._positions(slots), self._again[slots]
         tokens = np.where(self._unread[slots] == 0, self._last[slots], NEXT_TOKEN).astype(np.int32)
         # With drafts the slot has the newest token, and maybe a later one than the host.
@@ -231,6 +243,8 @@ class Rank:
             tokens=tokens,
             min_drafts=np.minimum(self._least_drafts[slots], drafts),
             max_drafts=drafts,
+            pause_tokens=self._pause_tokens[slots],
+            seen=self._length[slots] - 1,
             page_table=table,
         )
 
@@ -280,9 +294,9 @@ class Rank:
             SlotStart(s.slot, s.tokens, s.prefill_end - len(s.request.prompt), s.sampling, s.request.logit_bias)
             for s in self._new
         )
-        masks = tuple(self._masks)
-        self._new, self._masks = [], []
-        part = RankInFlight([], None, None, [])
+        masks = tuple(SlotMask(slot, mask) for slot, mask in self._masks.items())
+        self._new, self._masks = [], {}
+        part = RankInFlight([], None, None, [], [])
         first_drafts = []
         for chunk in prefills:
             sequence, slot = self._sequences[chunk.slot], chunk.slot
@@ -297,6 +311,7 @@ class Rank:
                 self._unread[slot] = self._ahead[slot] = counts
                 if self._drafts_first(sequence):
                     first_drafts.append(slot)
+                    part.first_drafts.append((slot, int(self._epoch[slot])))
         for running in (decodes, speculation):
             if running is not None:
                 part.sequences += [self._sequences[slot] for slot in running.slots.tolist()]
@@ -319,8 +334,7 @@ class Rank:
         slot = sequence.slot
         wants = self._most_drafts[slot] > 0 and self._again[slot] == 0
         room = min(self._end[slot] - 2, self._draft_context[slot]) > self._length[slot]
-        # The mask of the token in flight, of the one after it and of at least one more.
-        return bool(wants and room and (sequence.mask is None or sequence.mask.unchanged_for > 2))
+        return bool(wants and room)
 
     # Results.
 
@@ -342,6 +356,9 @@ class Rank:
                 self._unread[slots] -= 1
                 self._ahead[slots] -= 1
                 self._take(slots, rows_of(result.prefills, [row]), now, update, first)
+        for row, (slot, epoch) in enumerate(part.first_drafts):
+            if self._epoch[slot] == epoch:
+                self._keep_drafts(np.array([slot]), result.first_drafts[[row]])
         if part.decodes is not None:
             self._take_running(part.decodes, result.decodes, now, hasher, update)
         if part.speculation is not None:
@@ -363,8 +380,9 @@ class Rank:
             ):
                 if verified:
                     self._sequences[slot].count_drafts(verified, count - 1)
-            some = np.flatnonzero(outcome.counts)  # the others were at their end
+            some = np.flatnonzero(outcome.counts)  # the others were at their end or in a pause
             slots, outcome = slots[some], rows_of(outcome, some)
+        self._keep_drafts(slots, outcome.next_drafts)
         full = (self._length[slots] - 1) // self._cfg.page_size
         self._take(slots, outcome, now, update)
         if not self._cfg.deterministic:
@@ -425,17 +443,35 @@ class Rank:
         self._page_count[sequence.slot] = len(sequence.pages)
 
     def _drafts_for_mask(self, slot: int, drafts: int, failed: Failures) -> int | None:
-        """Sends the mask of the next tokens if needed; how many drafts it holds for, None if it cannot be known yet."""
+        """Sends the masks of the next tokens if needed; for how many drafts, None if they cannot be known yet."""
         sequence, unread, ahead = self._sequences[slot], int(self._unread[slot]), int(self._ahead[slot])
+        self._pause_tokens[slot] = -1
         if self._again[slot] > 1:
             return 0
-        if drafts or ahead > unread:
-            left = sequence.mask.unchanged_for - ahead
-            if left > 0:
-                return min(drafts, left - 1) if self._send_mask(sequence, 0, failed) else None
-        if ahead > unread or (unread and sequence.mask.waits_for_tokens):
+        if not drafts:
+            waits = ahead > unread or (unread and sequence.mask.waits_for_tokens)
+            return 0 if not waits and self._send_mask(sequence, unread, failed) else None
+        left = sequence.mask.unchanged_for - ahead
+        if left > drafts or (unread and left > 1):
+            pauses = sequence.mask.pause_tokens
+            self._pause_tokens[slot, : len(pauses)] = pauses
+            return min(drafts, left - 1) if self._send_mask(sequence, 0, failed) else None
+        if unread:
             return None
-        return 0 if self._send_mask(sequence, unread, failed) else None
+        known = self._drafts[slot, : min(drafts, self._draft_count[slot])]
+        try:
+            masks = sequence.mask.along(known.tolist())
+        except MaskError as error:
+            failed.append((sequence, str(error)))
+            return None
+        self._set_mask(sequence, one_mask(masks))
+        return len(masks) - 1
+
+    def _keep_drafts(self, slots: Int32[np.ndarray, " requests"], drafts: Int32[np.ndarray, "requests block"]) -> None:
+        """Notes the drafts that slots hold behind their newest token."""
+        count = min(drafts.shape[1], self._cfg.drafts)
+        self._drafts[slots, :count] = drafts[:, :count]
+        self._draft_count[slots] = count
 
     def _send_mask(self, sequence: Sequence, ahead: int, failed: Failures) -> bool:
         """Sends the mask of the token `ahead` of the known ones if it changed; False if it has none."""
@@ -447,10 +483,12 @@ class Rank:
             if not ahead:  # the token under way may end the choice
                 failed.append((sequence, str(error)))
             return False
-        if mask is not sequence.mask_sent:
-            self._masks.append(SlotMask(sequence.slot, mask))
-            sequence.mask_sent = mask
+        self._set_mask(sequence, mask)
         return True
+
+    def _set_mask(self, sequence: Sequence, mask: Mask) -> None:
+        if mask is not sequence.mask_sent:
+            sequence.mask_sent = self._masks[sequence.slot] = mask
 
     def _publish(self, sequence: Sequence, confirmed: int, hasher: PrefixHasher) -> None:
         """Offers completely written pages up to a position for reuse."""

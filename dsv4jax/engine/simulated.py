@@ -1,6 +1,7 @@
 """An executor without a device: steps take the time a cost model says, on a virtual clock.
 
 Drafts are accepted as an acceptance model says; the first ones follow the first tokens of a request, as in the model.
+Which tokens they are, and which are allowed, is not simulated.
 """
 
 import collections
@@ -143,7 +144,8 @@ class SimulatedExecutor:
             _no_logprobs(min(p.end, len(p.tokens) - 1) - p.start, p.prompt_logprobs) if p.prompt_logprobs >= 0 else None
             for p in plan.prefills
         )
-        return RankResult(prefills, decodes, logprobs, speculation)
+        first_drafts = self._drafts(len(plan.first_drafts)) if plan.first_drafts else None
+        return RankResult(prefills, decodes, logprobs, speculation, first_drafts)
 
     def _speculate(self, rank: int, plan: Speculation) -> Speculated:
         """All drafts that the plan allows are verified."""
@@ -157,9 +159,12 @@ class SimulatedExecutor:
         tokens = np.stack([*columns, np.zeros_like(plan.slots)], axis=1)
         top = (*tokens.shape, MAX_TOP_LOGPROBS)
         return Speculated(
-            counts, verified, tokens, np.zeros(tokens.shape, np.float32), np.zeros(top, np.int32),
-            np.zeros(top, np.float32),
+            counts, verified, tokens, np.zeros(tokens.shape, np.float32), self._drafts(len(tokens)),
+            np.zeros(top, np.int32), np.zeros(top, np.float32),
         )  # fmt: skip
+
+    def _drafts(self, requests: int) -> Int32[np.ndarray, "requests block"]:
+        return np.zeros((requests, self._block), np.int32)
 
     def _sample(self, rank: int, slots: np.ndarray, positions: np.ndarray) -> Sampled:
         top = (len(slots), MAX_TOP_LOGPROBS)
