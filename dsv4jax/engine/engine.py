@@ -6,6 +6,7 @@ import functools
 import logging
 import operator
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -90,7 +91,7 @@ class Engine:
         ended, self._untold = self._untold, []
         return list(dict.fromkeys([*news, *ended]))
 
-    def stats(self, compilations: int = 0, balance: BalanceStats | None = None) -> EngineStats:
+    def stats(self, compilations: int = 0, balance: Mapping[str, BalanceStats] | None = None) -> EngineStats:
         """The engine now."""
         scheduler = self.scheduler
         ranks = tuple(
@@ -129,7 +130,7 @@ class Engine:
             ),
             compilations=compilations,
             ranks=ranks,
-            balance=balance,
+            balance=balance or {},
         )
 
     def _step(self) -> list[Sequence]:

@@ -35,7 +35,7 @@ from dsv4jax.engine.plan import (
     StepPlan,
     StepResult,
 )
-from dsv4jax.engine.programs import Bucket, DraftBucket, Programs
+from dsv4jax.engine.programs import Bucket, DraftBucket, Programs, placement_names
 from dsv4jax.engine.records import BalanceStats
 from dsv4jax.engine.request import PromptLogprobs
 from dsv4jax.params import Params
@@ -50,6 +50,8 @@ _BALANCE_EVERY = 100  # steps between two looks at how even the load is, each of
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _TIMED_STEPS = 5
 _GREEDY = RequestSampling(temperature=0.0, seed=0)
+_MODELS = {"layers": "target", "mtp": "draft"}
+_PLACEMENTS = {"layers": "placement", "mtp": "draft_placement"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -104,8 +106,8 @@ class JaxExecutor:
       params: on the devices of `programs.layout`.
       usable_ids: token ids from here on are never chosen (a vocabulary padded beyond the tokenizer).
       strict: a step during which anything was compiled fails; for tests of the promise that nothing is.
-      balancer: rearranges the experts of the backbone layers while steps run; `params` have them where it says. None if
-        the programs have no `expert_slots`.
+      balancers: rearrange the experts of the backbone layers and of the draft stages while steps run; `params` have
+        them where these say. One for each kind that the programs have slots for.
     """
 
     def __init__(
@@ -115,12 +117,12 @@ class JaxExecutor:
         *,
         usable_ids: int | None = None,
         strict: bool = False,
-        balancer: ExpertBalancer | None = None,
+        balancers: Sequence[ExpertBalancer] = (),
     ):
         self._params, self._programs = params, programs
-        self._balancer = balancer
-        self._placement = None if balancer is None else jax.device_put(balancer.placement, programs.layout.on_all)
-        self.balance: BalanceStats | None = None
+        self._balancers = {balancer.stack: balancer for balancer in balancers}
+        self._placements = {b.stack: jax.device_put(b.placement, programs.layout.on_all) for b in balancers}
+        self.balance: dict[str, BalanceStats] = {}
         self._steps = 0
         self._usable_ids = programs.cfg.vocab_size if usable_ids is None else usable_ids
         self._strict = strict
@@ -164,9 +166,9 @@ class JaxExecutor:
             by_place = np.zeros((places, ceil_div(programs.cfg.vocab_size, 32)), np.uint32)
             mask = SlotMask(programs.cache_cfg.slots, None if places == 1 else by_place)
             self._set_masks([(mask,) * rows] * self._ranks)
-        if self._balancer is not None:
-            self._balancer.warm_up(self._params, self._placement)
-            self.balance = _balance_stats(self._balancer.metrics())
+        for stack, balancer in self._balancers.items():
+            balancer.warm_up(self._params, self._placements[stack])
+        self._read_balance()
         self.compilations.count = 0
         self._free_since = time.monotonic()
 
@@ -225,8 +227,7 @@ class JaxExecutor:
         if len(plan.ranks) != self._ranks:
             raise ValueError(f"a plan for {len(plan.ranks)} ranks: the programs are for {self._ranks}")
         compiled = self.compilations.count
-        if self._balancer is not None:
-            self._balance()
+        self._balance()
         at = time.monotonic()
         for starts in itertools.zip_longest(*(rank.starts for rank in plan.ranks)):
             self._start(starts)
@@ -257,13 +258,17 @@ class JaxExecutor:
         """
         self._steps += 1
         if self._steps % _BALANCE_EVERY == 0:
-            self.balance = _balance_stats(self._balancer.metrics())
-        try:
-            self._params, self._placement = self._balancer.advance(self._params, self._placement)
-        except Exception:
-            if self._programs.layout.spans_processes:
-                raise
-            _log.exception("the experts stay where they are: a rearrangement failed")
+            self._read_balance()
+        for stack, balancer in self._balancers.items():
+            try:
+                self._params, self._placements[stack] = balancer.advance(self._params, self._placements[stack])
+            except Exception:
+                if self._programs.layout.spans_processes:
+                    raise
+                _log.exception("the experts of the %s stay where they are: a rearrangement failed", _MODELS[stack])
+
+    def _read_balance(self) -> None:
+        self.balance = {_MODELS[stack]: _balance_stats(b.metrics()) for stack, b in self._balancers.items()}
 
     def _result(self, step: _Dispatched, rank: int) -> RankResult:
         plan, sampling = step.plan.ranks[rank], self._sampling[rank]
@@ -436,16 +441,25 @@ class JaxExecutor:
         programs = self._programs
         batch = batches[0] if len(batches) == 1 else concatenate_batches(batches)
         batch = programs.layout.put(batch)
-        options = {}
-        if self._balancer is not None and not isinstance(bucket, DraftBucket):
-            options["placement"] = self._placement
+        placements = {_PLACEMENTS[stack]: placement for stack, placement in self._placements.items()}
+        options = {name: placements[name] for name in placement_names(bucket) if name in placements}
         self._cache, output = programs.step(bucket)(self._params, self._cache, batch, **options)
-        if self._balancer is not None and not isinstance(bucket, DraftBucket):
-            self._balancer.record(output.expert_load, "prefill" if isinstance(bucket, PrefillBucket) else "decode")
+        self._record_loads(bucket, output)
         names = ("tokens", "logprobs", "counts", "verified", "next_drafts")
         for array in (getattr(output, name) for name in names if hasattr(output, name)):
             array.copy_to_host_async()
         return output
+
+    def _record_loads(self, bucket: Bucket, output: StepOutput | SpeculativeOutput | DraftOutput) -> None:
+        """Loads of experts; the first drafts of requests count as prefill."""
+        draft = output if isinstance(output, DraftOutput) else getattr(output, "draft", None)
+        loads = {} if draft is None else {"mtp": draft.expert_load}
+        if draft is not output:
+            loads["layers"] = output.expert_load
+        kind = "prefill" if isinstance(bucket, PrefillBucket | DraftBucket) else "decode"
+        for stack, balancer in self._balancers.items():
+            if stack in loads:
+                balancer.record(loads[stack], kind)
 
     @property
     def _lookback(self) -> int:

@@ -156,6 +156,7 @@ class Programs:
         token_map: np.ndarray | None = None,
         params: Params | None = None,
         expert_slots: int | None = None,
+        draft_expert_slots: int | None = None,
         progress: bool = True,
     ):
         """Compiles.
@@ -165,26 +166,32 @@ class Programs:
           layout: devices, and how they share the work.
           tables, token_map: Engram tables on the host, and `params["engram_token_map"]` for them; not with drafts.
           params: parameters whose shapes to compile for; None for those of a checkpoint, packed if `numerics` want it.
-          expert_slots: of each rank, for the experts of a backbone layer; the steps of these then take an
-            `ExpertPlacement`. None for experts that stay where they are.
+          expert_slots, draft_expert_slots: of each rank, for the experts of a backbone layer and of a draft stage; the
+            steps of these then take an `ExpertPlacement`. None for experts that stay where they are.
         """
         self.cfg, self.cache_cfg, self.buckets, self.numerics = cfg, cache_cfg, buckets, numerics
         self.layout, self.tables, self._token_map = layout, tables, token_map
+        slots = {"expert_slots": expert_slots, "draft_expert_slots": draft_expert_slots}
         if params is None:
-            params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None, expert_slots=expert_slots)
+            params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None, **slots)
         empty_cache = functools.partial(init_cache, cfg, cache_cfg, numerics, layout)
         cache = _shapes(jax.eval_shape(empty_cache), layout)
         self._nothing = {b: self.batch([], b) for b in buckets.steps}
         # Until they are measured, all totals cost the same: then every draft that may be accepted is verified.
         self._step_seconds = {b: np.ones(b.requests * b.tokens_per_request + 1, np.float32) for b in buckets.verify}
         static: dict[str, Any] = {"cfg": cfg, "numerics": numerics, "layout": layout}
-        placement = {} if expert_slots is None else {"placement": _placement_shapes(cfg, layout, expert_slots)}
+        stacks = {
+            "placement": (cfg.num_hidden_layers, cfg.n_routed_experts, expert_slots),
+            "draft_placement": (cfg.num_nextn_predict_layers, cfg.dspark_n_routed_experts, draft_expert_slots),
+        }
+        stacks = {name: sizes for name, sizes in stacks.items() if sizes[-1] is not None}
+        placements = {name: _placement_shapes(layout, *sizes) for name, sizes in stacks.items()}
         jobs: dict[Any, Callable[[], Any]] = {
             "cache": functools.partial(_lower, jax.jit(empty_cache, out_shardings=layout.by_rank))
         }
         for bucket, batch in self._nothing.items():
             batches = _shapes(concatenate_batches([batch] * layout.ranks), layout)
-            options = {} if isinstance(bucket, DraftBucket) else dict(placement)
+            options = {name: shapes for name, shapes in placements.items() if name in placement_names(bucket)}
             if bucket in self._step_seconds:
                 options["step_seconds"] = self._step_seconds[bucket]
             jobs[bucket] = functools.partial(_lower, _step(bucket), params, cache, batches, **options, **static)
@@ -207,7 +214,7 @@ class Programs:
         self.workspace_bytes = max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
     def step(self, bucket: Bucket) -> Callable[..., tuple[Cache, Any]]:
-        """The program of a bucket: of (params, cache, batch), with `expert_slots` also of the keyword `placement`."""
+        """The program of a bucket: of (params, cache, batch), with slots for experts also of `placement_names`."""
         program = self._compiled[bucket]
         costs = self._step_seconds.get(bucket)
         return program if costs is None else functools.partial(program, step_seconds=costs)
@@ -256,6 +263,14 @@ class Programs:
         return self._compiled[rows, places]
 
 
+def placement_names(bucket: Bucket) -> tuple[str, ...]:
+    """The placements, as keywords, of the experts that a step in the bucket runs."""
+    if isinstance(bucket, DraftBucket):
+        return ("draft_placement",)
+    verifies = isinstance(bucket, DecodeBucket) and bucket.tokens_per_request > 1
+    return ("placement", "draft_placement") if verifies else ("placement",)
+
+
 def _step(bucket: Bucket) -> Any:
     """The step that runs in a bucket."""
     if isinstance(bucket, PrefillBucket):
@@ -269,12 +284,11 @@ def _lower(function: Any, *args: Any, **static: Any) -> Any:
     return function.lower(*args, **static)
 
 
-def _placement_shapes(cfg: ModelConfig, layout: Layout, expert_slots: int) -> ExpertPlacement:
-    owners = initial_owners(1, cfg.n_routed_experts, layout.ranks, expert_slots)
-    one = placement_from_owners(owners, cfg.n_routed_experts, layout.ranks)
+def _placement_shapes(layout: Layout, layers: int, experts: int, slots: int) -> ExpertPlacement:
+    one = placement_from_owners(initial_owners(1, experts, layout.ranks, slots), experts, layout.ranks)
 
     def of_all_layers(a: np.ndarray) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((cfg.num_hidden_layers, *a.shape[1:]), a.dtype, sharding=layout.on_all)
+        return jax.ShapeDtypeStruct((layers, *a.shape[1:]), a.dtype, sharding=layout.on_all)
 
     return jax.tree.map(of_all_layers, one)
 
