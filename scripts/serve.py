@@ -75,6 +75,9 @@ _EXPERT_SLOTS = flags.DEFINE_integer(
     " rearranged by their load while serving. Default: no more than needed, and nothing is rearranged.",
     1,
 )
+_DRAFT_EXPERT_SLOTS = flags.DEFINE_integer(
+    "draft_expert_slots", None, "The same as --expert_slots for the experts of a stage of the draft model.", 1
+)
 _BALANCE_WINDOW = flags.DEFINE_integer("balance_window", 1000, "Steps whose loads a rearrangement is made for.", 1)
 _BALANCE_INTERVAL = flags.DEFINE_integer("balance_interval", 3000, "Steps from one rearrangement to the next.", 1)
 _SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time on a rank.", 1)
@@ -175,9 +178,9 @@ def _numerics(cfg: ModelConfig) -> Numerics:
 
 # What must be the same in all processes of an engine, besides what follows from the checkpoint.
 _SAME = (
-    _RANKS, _EXPERT_SLOTS, _BALANCE_WINDOW, _BALANCE_INTERVAL, _MAX_MODEL_LEN, _SLOTS, _PAGES, _PAGE_SIZE, _CONTEXTS,
-    _PREFILL_TOKENS, _PREFILL_REQUESTS, _DECODE_REQUESTS, _DRAFTS, _NUMERICS, _IMPLEMENTATION, _REPLAY, _DETERMINISTIC,
-    _ENGRAM, _STRICT,
+    _RANKS, _EXPERT_SLOTS, _DRAFT_EXPERT_SLOTS, _BALANCE_WINDOW, _BALANCE_INTERVAL, _MAX_MODEL_LEN, _SLOTS, _PAGES,
+    _PAGE_SIZE, _CONTEXTS, _PREFILL_TOKENS, _PREFILL_REQUESTS, _DECODE_REQUESTS, _DRAFTS, _NUMERICS, _IMPLEMENTATION,
+    _REPLAY, _DETERMINISTIC, _ENGRAM, _STRICT,
 )  # fmt: skip
 
 
@@ -204,22 +207,26 @@ def _channel_config(model: Path, cfg: ModelConfig) -> ChannelConfig | None:
     return ChannelConfig(host.strip("[]"), int(port), _PROCESSES.value, _PROCESS.value, token, same)
 
 
-def _balancer(cfg: ModelConfig, ranks: int) -> ExpertBalancer | None:
-    if _EXPERT_SLOTS.value is None:
-        return None
-    try:
-        owners = initial_owners(cfg.num_hidden_layers, cfg.n_routed_experts, ranks, _EXPERT_SLOTS.value)
-    except ValueError as error:
-        raise ValueError(f"--expert_slots={_EXPERT_SLOTS.value}: {error}") from None
-    window = _BALANCE_WINDOW.value
-    return ExpertBalancer(
-        BalanceConfig(window, interval=_BALANCE_INTERVAL.value, vectors=min(250, window)),
-        Solver(ranks, _PROCESSES.value),
-        owners,
-        stack="layers",
-        experts=cfg.n_routed_experts,
-        experts_per_token=cfg.num_experts_per_tok,
-    )
+def _balancers(cfg: ModelConfig, ranks: int, drafts: int) -> list[ExpertBalancer]:
+    if _DRAFT_EXPERT_SLOTS.value is not None and not drafts:
+        raise ValueError(f"--draft_expert_slots={_DRAFT_EXPERT_SLOTS.value}: no drafts are made")
+    target = cfg.num_hidden_layers, cfg.n_routed_experts, cfg.num_experts_per_tok
+    draft = cfg.num_nextn_predict_layers, cfg.dspark_n_routed_experts, cfg.dspark_num_experts_per_tok
+    window, made = _BALANCE_WINDOW.value, []
+    for stack, flag, sizes in (("layers", _EXPERT_SLOTS, target), ("mtp", _DRAFT_EXPERT_SLOTS, draft)):
+        if flag.value is None:
+            continue
+        layers, experts, experts_per_token = sizes
+        try:
+            owners = initial_owners(layers, experts, ranks, flag.value)
+        except ValueError as error:
+            raise ValueError(f"--{flag.name}={flag.value}: {error}") from None
+        config = BalanceConfig(window, interval=_BALANCE_INTERVAL.value, vectors=min(250, window))
+        solver = Solver(ranks, _PROCESSES.value)
+        made.append(
+            ExpertBalancer(config, solver, owners, stack=stack, experts=experts, experts_per_token=experts_per_token)
+        )
+    return made
 
 
 def _digest(*content: bytes) -> str:
@@ -277,8 +284,9 @@ def _engine(
             raise ValueError(f"--ranks={ranks}: all processes together have {jax.device_count()} devices")
     layout, numerics = single() if ranks == 1 else decode_dep(ranks), _numerics(cfg)
 
-    balancer, expert_slots = _balancer(cfg, ranks), _EXPERT_SLOTS.value
-    options = {"tables_on_device": on_device, "expert_slots": expert_slots, "fraction": _MEMORY_FRACTION.value}
+    balancers = _balancers(cfg, ranks, drafts)
+    expert_slots = {"expert_slots": _EXPERT_SLOTS.value, "draft_expert_slots": _DRAFT_EXPERT_SLOTS.value}
+    options = {"tables_on_device": on_device, "fraction": _MEMORY_FRACTION.value, **expert_slots}
     full = _SLOTS.value * ceil_div(length, _PAGE_SIZE.value)
     pages = _PAGES.value
     one = CacheConfig(
@@ -335,7 +343,7 @@ def _engine(
 
     tables = None if on_device else HostEngramTables(model, cfg)
     token_map = None if on_device else compressed_ids(tokenizer, cfg)
-    programs = Programs(cfg, cache_cfg, buckets, numerics, layout, tables, token_map, expert_slots=expert_slots)
+    programs = Programs(cfg, cache_cfg, buckets, numerics, layout, tables, token_map, **expert_slots)
     plan = memory_plan(cfg, cache_cfg, numerics, layout, workspace=programs.workspace_bytes, **options)
     sizes = f"{_SLOTS.value} slots and {pages} pages of {_PAGE_SIZE.value} tokens"
     print(f"memory plan, {f'each of {ranks} ranks with ' * (ranks > 1)}{sizes}:\n{plan.table()}")
@@ -344,10 +352,10 @@ def _engine(
     params = load_params(model, cfg, layout, tables_on_device=on_device)
     if numerics.implementation == "pallas":
         params = pack_params(params, layout)
-    if balancer is not None:
-        params = spread_params(params, balancer.owners)
+    for balancer in balancers:
+        params = spread_params(params, balancer.owners, balancer.stack)
     usable = min(tokenizer.vocab_size, cfg.vocab_size)
-    executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value, balancer=balancer)
+    executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value, balancers=balancers)
     if channel is None:
         executor.warm_up()
         if drafts and not deterministic:

@@ -4,6 +4,10 @@ With drafts, only the device knows how many tokens the steps in flight bring a c
 choice was at its end, and at most one more than it verifies drafts. The next step is planned for the most: pages for
 every draft that may be run. If pages are short, fewer drafts are verified, and pages that turned out to be unneeded are
 given back before anybody is preempted. A choice leaves no drafts behind when it loses its slot.
+
+What a choice may be given is masked, and a mask may change with every token. Where it holds for all tokens in flight
+and of the next step, unless one of a few `pause_tokens` is among them, steps overlap, and the device stops behind such
+a token until the host has seen it. Otherwise the host waits for the drafts themselves and sends the mask behind each.
 """
 
 from collections.abc import Callable
@@ -46,28 +50,32 @@ class Decoding:
         """The next token of those of the runnable choices that are ready, with drafts behind it or without, and the
         state moved to after the step.
 
-        One program for all: with drafts if a choice anywhere verifies any, so that weights are read once. In
+        One program for all: with drafts if a choice anywhere wants any, so that weights are read once. In
         deterministic mode the others do not decide which one. Preempts the worst choices of a rank if its pages run
         out.
         """
         slots, speculate, positions = self._slots, False, self._slots.positions(rows)
         drafts = self._wanted_drafts(rows, positions) if self._cfg.drafts else np.zeros(len(rows), np.int32)
-        if slots.masked[rows].any():
+        wanted, masked = drafts > 0, bool(slots.masked[rows].any())
+        if masked:
             ready = self._fit_masks(rows, drafts, failed)
-            rows, drafts, positions = rows[ready], drafts[ready], positions[ready]
+            rows, drafts, positions, wanted = rows[ready], drafts[ready], positions[ready], wanted[ready]
         if self._cfg.drafts:
             # The host lacks the position of a choice that has more tokens on their way than steps.
             known = slots.ahead[rows] == slots.unread[rows]
-            speculate = self._cfg.deterministic or bool(drafts.any()) or not known.all()
+            speculate = self._cfg.deterministic or bool(wanted.any()) or not known.all()
         lacking = np.minimum(positions + 1, slots.ends[rows] - 1) > slots.covered[rows]
         if lacking.any():
             self._grow(rows[lacking], preempt)
             kept = slots.decoding[rows]
             rows, drafts, positions = rows[kept], drafts[kept], positions[kept]
-        if not rows.size:
-            return [(None, None)] * len(self._ranks), None
         if speculate:
             drafts = self._on_pages(rows, drafts, positions)
+            if masked:
+                certain = (drafts > 0) | self._runs_now(rows)
+                rows, drafts, positions = rows[certain], drafts[certain], positions[certain]
+        if not rows.size:
+            return [(None, None)] * len(self._ranks), None
         parts = self._parts(rows, drafts, positions, speculate)
         return parts, self._dispatched(rows, drafts)
 
@@ -85,11 +93,14 @@ class Decoding:
         """Which choices have masks that are known, or none; takes away drafts for which these do not hold."""
         ready = np.ones(len(rows), bool)
         for i in self._slots.masked[rows].nonzero()[0].tolist():
-            sequence, wanted = self._slots.sequences[rows[i]], int(drafts[i])
-            allowed = self._ranks[sequence.rank].drafts_for_mask(sequence, wanted, failed)
+            sequence = self._slots.sequences[rows[i]]
+            allowed = self._ranks[sequence.rank].drafts_for_mask(sequence, int(drafts[i]), failed)
             ready[i], drafts[i] = allowed is not None, allowed or 0
-            self._counter.withheld["mask"] += allowed == 0 and wanted > 0
         return ready
+
+    def _runs_now(self, rows: Rows) -> Bool[np.ndarray, " rows"]:
+        """Which choices cannot be in a pause: without drafts a step is to bring one token, and there it brings none."""
+        return (self._slots.unread[rows] == 0) | (self._slots.pause_tokens[rows] < 0).all(axis=1)
 
     def _grow(self, rows: Rows, preempt: Callable[[Sequence], None]) -> None:
         """A page for each of these choices that is not preempted for one before it."""
@@ -119,7 +130,9 @@ class Decoding:
         slots = self._slots
         columns = [self._slot_of_row[rows], positions, self._tokens(rows, positions, speculate)]
         if speculate:
-            columns += [slots.ends[rows] - 1, np.minimum(slots.least_drafts[rows], drafts), drafts]
+            columns.insert(2, slots.ends[rows] - 1)
+            columns += [np.minimum(slots.least_drafts[rows], drafts), drafts]
+            columns += [slots.pause_tokens[rows], slots.lengths[rows] - 1]
         parts: list[Part] = [(None, None)] * len(self._ranks)
         bounds = rows.searchsorted(self._first_rows)
         busy = (bounds[1:] > bounds[:-1]).nonzero()[0]
@@ -128,11 +141,7 @@ class Decoding:
             busy.tolist(), bounds[busy].tolist(), bounds[busy + 1].tolist(), widths.tolist(), strict=True
         ):
             own, table = [column[first:end] for column in columns], slots.page_table[rows[first:end], :width]
-            if not speculate:
-                parts[number] = Decodes(*own, table), None
-            else:
-                numbers, most, tokens, ends, least, drafts = own
-                parts[number] = None, Speculation(numbers, most, ends, tokens, least, drafts, table)
+            parts[number] = (None, Speculation(*own, table)) if speculate else (Decodes(*own, table), None)
         return parts
 
     def _tokens(self, rows: Rows, positions: _PerRow, speculate: bool) -> _PerRow:

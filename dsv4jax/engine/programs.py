@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from dsv4jax.batch import (
     speculative_batch,
     with_engram_rows,
 )
-from dsv4jax.cache import Cache, CacheConfig, init_cache
+from dsv4jax.cache import Cache, CacheConfig, init_cache, mask_places
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
 from dsv4jax.packing import param_shapes
@@ -141,6 +142,7 @@ class Programs:
     A program runs a step of all ranks of the layout, each with a batch of the same bucket.
 
     Attributes:
+      mask_places: for how many tokens of a step a slot has masks of their own.
       workspace_bytes: the most temporary memory any program takes on a device, besides arguments and results.
     """
 
@@ -155,6 +157,7 @@ class Programs:
         token_map: np.ndarray | None = None,
         params: Params | None = None,
         expert_slots: int | None = None,
+        draft_expert_slots: int | None = None,
         forced_acceptance: Float32[np.ndarray, " drafts"] | None = None,
         progress: bool = True,
     ):
@@ -165,14 +168,15 @@ class Programs:
           layout: devices, and how they share the work.
           tables, token_map: Engram tables on the host, and `params["engram_token_map"]` for them; not with drafts.
           params: parameters whose shapes to compile for; None for those of a checkpoint, packed if `numerics` want it.
-          expert_slots: of each rank, for the experts of a backbone layer; the steps of these then take an
-            `ExpertPlacement`. None for experts that stay where they are.
+          expert_slots, draft_expert_slots: of each rank, for the experts of a backbone layer and of a draft stage; the
+            steps of these then take an `ExpertPlacement`. None for experts that stay where they are.
           forced_acceptance: for benchmarks only, of every step with drafts; see `speculative_step`.
         """
         self.cfg, self.cache_cfg, self.buckets, self.numerics = cfg, cache_cfg, buckets, numerics
         self.layout, self.tables, self._token_map = layout, tables, token_map
+        slots = {"expert_slots": expert_slots, "draft_expert_slots": draft_expert_slots}
         if params is None:
-            params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None, expert_slots=expert_slots)
+            params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None, **slots)
         empty_cache = functools.partial(init_cache, cfg, cache_cfg, numerics, layout)
         cache = _shapes(jax.eval_shape(empty_cache), layout)
         self._nothing = {b: self.batch([], b) for b in buckets.steps}
@@ -180,23 +184,30 @@ class Programs:
         self._step_seconds = {b: np.ones(b.requests * b.tokens_per_request + 1, np.float32) for b in buckets.verify}
         self._forced = {} if forced_acceptance is None else {"forced_acceptance": forced_acceptance}
         static: dict[str, Any] = {"cfg": cfg, "numerics": numerics, "layout": layout}
-        placement = {} if expert_slots is None else {"placement": _placement_shapes(cfg, layout, expert_slots)}
+        stacks = {
+            "placement": (cfg.num_hidden_layers, cfg.n_routed_experts, expert_slots),
+            "draft_placement": (cfg.num_nextn_predict_layers, cfg.dspark_n_routed_experts, draft_expert_slots),
+        }
+        stacks = {name: sizes for name, sizes in stacks.items() if sizes[-1] is not None}
+        placements = {name: _placement_shapes(layout, *sizes) for name, sizes in stacks.items()}
         jobs: dict[Any, Callable[[], Any]] = {
             "cache": functools.partial(_lower, jax.jit(empty_cache, out_shardings=layout.by_rank))
         }
         for bucket, batch in self._nothing.items():
             batches = _shapes(concatenate_batches([batch] * layout.ranks), layout)
-            options = {} if isinstance(bucket, DraftBucket) else dict(placement)
+            options = {name: shapes for name, shapes in placements.items() if name in placement_names(bucket)}
             if bucket in self._step_seconds:
                 options |= {"step_seconds": self._step_seconds[bucket], **self._forced}
             jobs[bucket] = functools.partial(_lower, _step(bucket), params, cache, batches, **options, **static)
         row = np.int32(0), *request_rows(np.zeros(1, np.int32), (), {}, cfg.vocab_size), np.int32(1)
         start = _shapes(self.start_rows([row] * layout.ranks), layout)
         jobs["start"] = functools.partial(_lower, start_request, cache, *start, layout=layout)
-        words = ceil_div(cfg.vocab_size, 32)
-        for n in buckets.masks:
-            rows = np.zeros(layout.ranks * n, np.int32), np.zeros((layout.ranks * n, words), np.uint32)
-            jobs[n] = functools.partial(_lower, set_allowed_tokens, cache, *_shapes(rows, layout), layout=layout)
+        self.mask_places, words = mask_places(cfg, cache_cfg), ceil_div(cfg.vocab_size, 32)
+        for n, places in itertools.product(buckets.masks, sorted({1, self.mask_places})):
+            rows = np.zeros(layout.ranks * n, np.int32), np.zeros((layout.ranks * n, places, words), np.uint32)
+            jobs[n, places] = functools.partial(
+                _lower, set_allowed_tokens, cache, *_shapes(rows, layout), layout=layout
+            )
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             # Lowered one after the other: kernels carry numbers in the order of their lowering, and a persistent
             # cache finds a program again only if these are the same.
@@ -207,7 +218,7 @@ class Programs:
         self.workspace_bytes = max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
     def step(self, bucket: Bucket) -> Callable[..., tuple[Cache, Any]]:
-        """The program of a bucket: of (params, cache, batch), with `expert_slots` also of the keyword `placement`."""
+        """The program of a bucket: of (params, cache, batch), with slots for experts also of `placement_names`."""
         program = self._compiled[bucket]
         costs = self._step_seconds.get(bucket)
         return program if costs is None else functools.partial(program, step_seconds=costs, **self._forced)
@@ -251,9 +262,17 @@ class Programs:
         """`steps.start_request`, for one request of each rank."""
         return self._compiled["start"]
 
-    def set_allowed_tokens(self, rows: int) -> Callable[..., Cache]:
-        """`steps.set_allowed_tokens` for a row count of `buckets.masks` on each rank."""
-        return self._compiled[rows]
+    def set_allowed_tokens(self, rows: int, places: int) -> Callable[..., Cache]:
+        """`steps.set_allowed_tokens` for a row count of `buckets.masks` on each rank, and 1 or `mask_places` masks."""
+        return self._compiled[rows, places]
+
+
+def placement_names(bucket: Bucket) -> tuple[str, ...]:
+    """The placements, as keywords, of the experts that a step in the bucket runs."""
+    if isinstance(bucket, DraftBucket):
+        return ("draft_placement",)
+    verifies = isinstance(bucket, DecodeBucket) and bucket.tokens_per_request > 1
+    return ("placement", "draft_placement") if verifies else ("placement",)
 
 
 def _step(bucket: Bucket) -> Any:
@@ -269,12 +288,11 @@ def _lower(function: Any, *args: Any, **static: Any) -> Any:
     return function.lower(*args, **static)
 
 
-def _placement_shapes(cfg: ModelConfig, layout: Layout, expert_slots: int) -> ExpertPlacement:
-    owners = initial_owners(1, cfg.n_routed_experts, layout.ranks, expert_slots)
-    one = placement_from_owners(owners, cfg.n_routed_experts, layout.ranks)
+def _placement_shapes(layout: Layout, layers: int, experts: int, slots: int) -> ExpertPlacement:
+    one = placement_from_owners(initial_owners(1, experts, layout.ranks, slots), experts, layout.ranks)
 
     def of_all_layers(a: np.ndarray) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((cfg.num_hidden_layers, *a.shape[1:]), a.dtype, sharding=layout.on_all)
+        return jax.ShapeDtypeStruct((layers, *a.shape[1:]), a.dtype, sharding=layout.on_all)
 
     return jax.tree.map(of_all_layers, one)
 

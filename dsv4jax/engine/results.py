@@ -77,13 +77,17 @@ class Results:
         self, rank: Rank, chunks: list[PrefillInFlight], result: RankResult, now: float, update: Update
     ) -> None:
         slots, sampled = self._slots, result.prefills
-        for place, (sequence, epoch, end, counts) in enumerate(chunks):
+        first_drafts = iter(() if result.first_drafts is None else result.first_drafts)
+        for place, (sequence, epoch, end, counts, drafted) in enumerate(chunks):
             row = rank.number * self._cfg.slots + sequence.slot
+            drafts = next(first_drafts) if drafted else None
             if sequence.slot < 0 or slots.epochs[row] != epoch:
                 continue
             if sequence.request.prompt_logprobs >= 0 and sequence.first_token is None:
                 sequence.prompt_logprobs.append(result.prompt_logprobs[place])
             rank.publish(sequence, end, self._hasher)
+            if drafted and slots.masked[row]:
+                slots.keep_drafts(np.array([row]), drafts[None])
             if counts:
                 first = sequence.first_token is None
                 if first:
@@ -113,8 +117,13 @@ class Results:
         slots.unread[got.rows] -= 1
         slots.ahead[got.rows] -= 1 + running.drafts[got.places]
         if drafted:
-            got = got.where(got.counts > 0)  # the others were at their end
+            got = got.where(got.counts > 0)  # the others were at their end or in a pause
             self._counter.count(got.verified, got.counts - 1)
+        masked = slots.masked[got.rows]
+        if masked.any():
+            places = got.places[masked]
+            drafts = _joined(parts, "next_drafts")[places] if drafted else np.zeros((len(places), 0), np.int32)
+            slots.keep_drafts(got.rows[masked], drafts)
         lengths = slots.lengths[got.rows]
         self._take(got, now, update)
         if not self._cfg.deterministic:

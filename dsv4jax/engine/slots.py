@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float64, Int32, Int64, Shaped
 
 from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
+from dsv4jax.sampling_settings import MAX_PAUSE_TOKENS
 
 Rows = Int64[np.ndarray, " rows"]
 """Some slots, by their place in the arrays, in ascending order."""
@@ -46,6 +47,12 @@ class Slots:
     watched: Bool[np.ndarray, " slots"]
     """Whether each token takes more than a look for EOS and the end: stop tokens, a mask, log-probabilities."""
     masked: Bool[np.ndarray, " slots"]
+    drafts: Int32[np.ndarray, "slots drafts"]
+    """For a choice with a mask: the drafts that the newest step read has left in the slot."""
+    draft_counts: Int32[np.ndarray, " slots"]
+    """How many."""
+    pause_tokens: Int32[np.ndarray, "slots pauses"]
+    """Those of a choice with a mask in its newest step, as in `Speculation`."""
     covered: Int32[np.ndarray, " slots"]
     """Tokens for which there are pages."""
     page_table: Int32[np.ndarray, "slots pages"]
@@ -56,12 +63,14 @@ class Slots:
         slots = cfg.ranks * cfg.slots
         kinds = {"sequences": object, "epochs": np.int64, "last_times": np.float64}
         kinds |= dict.fromkeys(("decoding", "watched", "masked"), bool)
-        names = [f.name for f in dataclasses.fields(cls) if f.name not in ("sequences", "page_table")]
-        return cls(
-            sequences=np.full(slots, None, object),
-            page_table=np.zeros((slots, -(-cfg.max_model_len // cfg.page_size)), np.int32),
-            **{name: np.zeros(slots, kinds.get(name, np.int32)) for name in names},
-        )
+        others = {
+            "sequences": np.full(slots, None, object),
+            "drafts": np.zeros((slots, cfg.drafts), np.int32),
+            "pause_tokens": np.full((slots, MAX_PAUSE_TOKENS), -1, np.int32),
+            "page_table": np.zeros((slots, -(-cfg.max_model_len // cfg.page_size)), np.int32),
+        }
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in others]
+        return cls(**others, **{name: np.zeros(slots, kinds.get(name, np.int32)) for name in names})
 
     def of_rank(self, number: int, slots: int) -> "Slots":
         """Views of the slots of one rank, which has `slots` of them."""
@@ -82,6 +91,8 @@ class Slots:
         self.last_times[slot] = sequence.last_time
         self.eos[slot] = -1 if request.ignore_eos else cfg.eos_id
         self.masked[slot] = sequence.mask is not None
+        self.draft_counts[slot] = 0
+        self.pause_tokens[slot] = -1
         self.watched[slot] = (
             bool(request.stop_token_ids) or sequence.mask is not None or sequence.sampling.top_logprobs >= 0
         )
@@ -93,3 +104,9 @@ class Slots:
         lengths, again = self.lengths[rows], self.again[rows]
         newest = np.minimum(lengths + self.ahead[rows], self.ends[rows]) - 1
         return np.where(again > 0, lengths - again, newest) if again.any() else newest
+
+    def keep_drafts(self, rows: Rows, drafts: Int32[np.ndarray, "rows block"]) -> None:
+        """Notes the drafts that slots hold behind their newest token, as far as they may be verified."""
+        count = min(drafts.shape[1], self.drafts.shape[1])
+        self.drafts[rows, :count] = drafts[:, :count]
+        self.draft_counts[rows] = count
