@@ -2,15 +2,12 @@
 
 import collections
 import dataclasses
-import functools
 import logging
-import operator
 import time
 from collections.abc import Mapping
 
 import numpy as np
 
-from dsv4jax.engine.draft_totals import DraftTotals
 from dsv4jax.engine.plan import Executor, StepPlan
 from dsv4jax.engine.records import BalanceStats, EngineStats, Observer, RankStats, RequestRecord, StepRecord
 from dsv4jax.engine.request import FinishReason, GenerationRequest
@@ -19,6 +16,10 @@ from dsv4jax.engine.sequence import Sequence
 
 _log = logging.getLogger(__name__)
 _MAX_FAILURES_IN_A_ROW = 5
+_TOTALS = (
+    *("cached_tokens", "computed_tokens", "output_tokens"),
+    *("device_seconds", "schedule_seconds", "update_seconds", "gap_seconds"),
+)  # fields of a step that are added up
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,8 +46,7 @@ class Engine:
         self.scheduler, self.executor = scheduler, executor
         self._observer, self._depth, self._max_failures = observer, depth, max_failures
         self._in_flight: collections.deque[_Dispatched] = collections.deque()
-        self._totals = np.zeros(4)  # device, schedule, update, gap seconds
-        self._tokens = [0, 0, 0]  # cached, computed, output
+        self._totals = dict.fromkeys(_TOTALS, 0)
         self._steps = 0
         self._failures = 0  # since a step succeeded
         self._was_idle = True
@@ -89,7 +89,7 @@ class Engine:
             self._recover()
             news = []
         ended, self._untold = self._untold, []
-        return list(dict.fromkeys([*news, *ended]))
+        return list(dict.fromkeys([*news, *ended])) if ended else news
 
     def stats(self, compilations: int = 0, balance: Mapping[str, BalanceStats] | None = None) -> EngineStats:
         """The engine now."""
@@ -105,7 +105,6 @@ class Engine:
             )
             for rank in scheduler.ranks
         )
-        device, schedule, update, gap = self._totals.tolist()
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -116,18 +115,10 @@ class Engine:
             cached_pages=sum(rank.cached_pages for rank in ranks),
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
-            cached_tokens=self._tokens[0],
-            computed_tokens=self._tokens[1],
-            output_tokens=self._tokens[2],
             preemptions=scheduler.preemptions,
             steps=self._steps,
-            device_seconds=device,
-            schedule_seconds=schedule,
-            update_seconds=update,
-            gap_seconds=gap,
-            drafts=functools.reduce(
-                operator.add, (rank.drafts for rank in scheduler.ranks), DraftTotals.zero(scheduler.cfg.drafts)
-            ),
+            **self._totals,
+            drafts=scheduler.drafts.totals(),
             compilations=compilations,
             ranks=ranks,
             balance=balance or {},
@@ -176,9 +167,8 @@ class Engine:
         )
         self._steps += 1
         self._failures = 0
-        self._totals += (record.device_seconds, record.schedule_seconds, record.update_seconds, record.gap_seconds)
-        for i, name in enumerate(("cached_tokens", "computed_tokens", "output_tokens")):
-            self._tokens[i] += getattr(record, name)
+        for name in _TOTALS:
+            self._totals[name] += getattr(record, name)
         self._observer.step(record)
         return update.news
 

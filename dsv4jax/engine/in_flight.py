@@ -1,42 +1,54 @@
 """What is remembered of a dispatched step, and what its result brings."""
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int32, Int64
+from jaxtyping import Bool, Float64, Int32, Int64, Shaped
 
-from dsv4jax.engine.plan import Sampled, Speculated
 from dsv4jax.engine.request import FinishReason
 from dsv4jax.engine.sequence import Sequence
 
 
+class PrefillInFlight(NamedTuple):
+    """A chunk of a dispatched step. A slot's epoch changes when it loses its choice."""
+
+    sequence: Sequence
+    epoch: int
+    end: int
+    counts: bool
+    """Whether what is sampled counts: not if the token after it is known."""
+    drafts: bool
+    """Whether first drafts follow it."""
+
+
 @dataclasses.dataclass(eq=False)
 class Running:
-    """Decoding choices of a dispatched step. A slot's epoch changes when it loses its choice."""
+    """Decoding choices of a dispatched step, on all ranks."""
 
-    slots: Int32[np.ndarray, " requests"]
+    rows: Int64[np.ndarray, " requests"]
+    """Their slots, as `Slots` has them."""
+    sequences: Shaped[np.ndarray, " requests"]
     drafts: Int32[np.ndarray, " requests"]
     """The most drafts that each verifies."""
     epochs: Int64[np.ndarray, " requests"]
     counts: Bool[np.ndarray, " requests"]
-    """Whether what is sampled counts: not if the token after it is known."""
-
-
-@dataclasses.dataclass(eq=False)
-class RankInFlight:
-    """What a rank has to remember of a dispatched step."""
-
-    prefills: list[tuple[Sequence, int, int, bool]]  # choice, epoch, end, whether its sampled token counts
-    decodes: Running | None
-    speculation: Running | None
-    sequences: list[Sequence]  # all that take part
-    first_drafts: list[tuple[int, int]]  # slots and their epochs
+    """As in `PrefillInFlight`."""
 
 
 @dataclasses.dataclass(eq=False)
 class InFlight:
+    """What the scheduler has to remember of a dispatched step."""
+
     number: int
-    parts: list[RankInFlight]
+    prefills: tuple[list[PrefillInFlight], ...]
+    """Per rank."""
+    running: Running | None
+
+    def sequences(self) -> list[Sequence]:
+        """All that take part."""
+        running = [] if self.running is None else self.running.sequences.tolist()
+        return [chunk.sequence for rank in self.prefills for chunk in rank] + running
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,30 +63,3 @@ class Update:
     finished: list[tuple[Sequence, FinishReason, str | None]] = dataclasses.field(default_factory=list)
     gaps: list[Float64[np.ndarray, " tokens"]] = dataclasses.field(default_factory=list)
     """Seconds since the token before, per token that was not its choice's first."""
-
-
-def rows_of(result: Sampled | Speculated, rows: list[int] | Int64[np.ndarray, " rows"]) -> Speculated:
-    """The results of some rows; of one token each, and no drafts behind it, if none were run."""
-    top_tokens = None if result.top_tokens is None else result.top_tokens[rows]
-    top_logprobs = None if result.top_logprobs is None else result.top_logprobs[rows]
-    tokens, logprobs = result.tokens[rows], result.logprobs[rows]
-    if isinstance(result, Speculated):
-        counts, verified, drafts = result.counts[rows], result.verified[rows], result.next_drafts[rows]
-        return Speculated(counts, verified, tokens, logprobs, drafts, top_tokens, top_logprobs)
-    ones = np.ones(len(rows), np.int32)
-    if top_tokens is not None:
-        top_tokens, top_logprobs = top_tokens[:, None], top_logprobs[:, None]
-    no_drafts = np.zeros((len(rows), 0), np.int32)
-    return Speculated(ones, ones - 1, tokens[:, None], logprobs[:, None], no_drafts, top_tokens, top_logprobs)
-
-
-def take_logprobs(sequence: Sequence, result: Speculated, row: int, count: int) -> None:
-    """Appends the log-probabilities of the first `count` tokens of a row, and the best tokens as far as asked for."""
-    sequence.logprobs += result.logprobs[row, :count].tolist()
-    best = sequence.sampling.top_logprobs
-    for column in range(count):
-        pairs = ()
-        if best:
-            ids, values = result.top_tokens[row, column, :best], result.top_logprobs[row, column, :best]
-            pairs = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        sequence.top_logprobs.append(pairs)

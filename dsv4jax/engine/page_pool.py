@@ -46,6 +46,9 @@ class PrefixHasher:
         factors = self._factors[:, first : first + pages * size].reshape(2, pages, size)
         values = tokens[: pages * size].astype(np.uint64).reshape(pages, size)
         values += np.uint64(1)
+        if pages == 1:  # of a choice that decodes
+            state = state + factors[:, 0] @ values[0]
+            return state, [state.tobytes()]
         sums = np.einsum("kps,ps->kp", factors, values)
         states = np.cumsum(np.concatenate([state[:, None], sums], 1), 1, dtype=np.uint64)
         keys = np.ascontiguousarray(states.T[1:]).view("V16")

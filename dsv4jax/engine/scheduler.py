@@ -4,7 +4,7 @@ One scheduler decides for all data-parallel ranks, which run each step together;
 in it. One step may carry prefill chunks and the next tokens of every running request. The order of events for each step
 is `schedule`, dispatch, later `update`; other steps may be in flight in between, so that a choice may have tokens that
 only the device knows, and a finished or preempted one may still be computed once more, which nobody reads. With drafts
-a step brings a choice one token or several, and while it is in flight the host does not know how many; see `rank`.
+a step brings a choice one token or several, and while it is in flight the host does not know how many; see `decoding`.
 
 A waiting request goes to a rank with a free slot and pages for it, and of these to the one that will have the least
 load with it. Load is counted in tokens of prefill: those left to run, 256 more for each running request, 1/64 more for
@@ -22,9 +22,11 @@ import collections
 import dataclasses
 
 from dsv4jax.engine.chunking import plan_chunks
+from dsv4jax.engine.decoding import Decoding
+from dsv4jax.engine.draft_totals import DraftCounter
 from dsv4jax.engine.in_flight import InFlight, Update
 from dsv4jax.engine.page_pool import PrefixHasher
-from dsv4jax.engine.plan import Decodes, Prefill, Speculation, StepPlan, StepResult
+from dsv4jax.engine.plan import Prefill, StepPlan, StepResult
 from dsv4jax.engine.rank import Failures, Rank
 from dsv4jax.engine.request import (
     FinishReason,
@@ -34,8 +36,10 @@ from dsv4jax.engine.request import (
     TooManyChoices,
     TooManyDrafts,
 )
+from dsv4jax.engine.results import Results
 from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
+from dsv4jax.engine.slots import Slots
 
 _SCAN = 64  # waiting requests looked at per step
 
@@ -48,9 +52,13 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # in the order of `_key`
         self.waiting_tokens = 0  # of them
         self.following = 0  # choices that wait for their request's first choice
-        self.ranks = [Rank(cfg, i) for i in range(cfg.ranks)]
+        slots = Slots.empty(cfg)
+        self.ranks = [Rank(cfg, i, slots) for i in range(cfg.ranks)]
+        self.drafts = DraftCounter(cfg.drafts)
         self.preemptions = 0
         self._hasher = PrefixHasher(cfg.page_size, cfg.max_model_len, cfg.namespace)
+        self._decoding = Decoding(cfg, slots, self.ranks, self.drafts)
+        self._results = Results(cfg, slots, self.ranks, self.drafts, self._hasher)
         self._arrivals = 0
         self._steps = 0
         self._prompt_logprobs = False  # whether the newest step with prefill returned them
@@ -172,23 +180,26 @@ class Scheduler:
         """The next step, or None if there is nothing to run now; and choices that failed while it was made."""
         self._admit(now)
         prefill = any(rank.prefilling for rank in self.ranks)
-        decode = any(rank.wants_decode() for rank in self.ranks)
+        runnable = self._decoding.runnable()
+        decode = runnable.size > 0
         both = prefill and decode
         prefill &= not both or self._steps % self.cfg.prefill_every == 0
         decode &= not both or self._steps % self.cfg.decode_every == 0
         failed: Failures = []
-        decodes = self._plan_decodes(failed) if decode else [(None, None)] * len(self.ranks)
+        decodes, running = [(None, None)] * len(self.ranks), None
+        if decode:
+            decodes, running = self._decoding.plan(runnable, failed, self._preempt)
         prefills = self._plan_prefills(failed) if prefill else [()] * len(self.ranks)
         for sequence, error in failed:
             self.finish(sequence, "error", error)
         ended = [sequence for sequence, _ in failed]
-        if not any(prefills) and not any(part is not None for parts in decodes for part in parts):
+        if running is None and not any(prefills):
             return None, ended
-        plans, parts = zip(
+        plans, in_flight = zip(
             *(rank.take_plan(p, *d) for rank, p, d in zip(self.ranks, prefills, decodes, strict=True)), strict=True
         )
         step = StepPlan(self._steps, plans)
-        self._in_flight.append(InFlight(self._steps, list(parts)))
+        self._in_flight.append(InFlight(self._steps, in_flight, running))
         self._steps += 1
         return step, ended
 
@@ -197,9 +208,7 @@ class Scheduler:
         flight = self._in_flight.popleft()
         if flight.number != result.number:
             raise ValueError(f"result of step {result.number}, but the oldest step in flight is {flight.number}")
-        update = Update()
-        for rank, part, outcome in zip(self.ranks, flight.parts, result.ranks, strict=True):
-            rank.update(part, outcome, now, self._hasher, update)
+        update = self._results.take(flight, result.ranks, now)
         for sequence, reason, error in update.finished:
             self.finish(sequence, reason, error)
         for sequence in update.first_tokens:
@@ -211,7 +220,7 @@ class Scheduler:
 
         Returns those that end instead, because it was the failure number `limit` they took part in.
         """
-        blamed = {id(s) for flight in self._in_flight for part in flight.parts for s in part.sequences}
+        blamed = {id(s) for flight in self._in_flight for s in flight.sequences()}
         self._in_flight.clear()
         given_up = []
         for rank in self.ranks:
@@ -251,16 +260,6 @@ class Scheduler:
         """
         return min(fits, key=lambda fit: loads[fit[0].number] - fit[0].saved_tokens(fit[1]))
 
-    def _plan_decodes(self, failed: Failures) -> list[tuple[Decodes | None, Speculation | None]]:
-        """One program for all: with drafts if a request anywhere verifies any, so that weights are read once.
-
-        In deterministic mode the others do not decide which one.
-        """
-        chosen = [rank.choose_decodes(failed) for rank in self.ranks]
-        speculate = any(map(Rank.must_speculate, self.ranks, chosen))
-        speculate |= self.cfg.deterministic and self.cfg.drafts > 0
-        return [rank.plan_decodes(c, speculate, self._preempt) for rank, c in zip(self.ranks, chosen, strict=True)]
-
     def _plan_prefills(self, failed: Failures) -> list[tuple[Prefill, ...]]:
         chunks = plan_chunks([rank.ready_prefills(failed) for rank in self.ranks], self.cfg, self._prompt_logprobs)
         first = next((sequence for rank in chunks for sequence, _ in rank), None)
@@ -270,7 +269,7 @@ class Scheduler:
 
     def _admit(self, now: float) -> None:
         admitted = 0
-        if not any(rank.free_slots for rank in self.ranks):
+        if not self.waiting or not any(rank.free_slots for rank in self.ranks):
             return
         loads = [rank.load for rank in self.ranks]
         for sequence in self.waiting[:_SCAN]:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from dsv4jax.engine.engine import Engine
-from dsv4jax.engine.plan import RankPlan, RankResult, Sampled, Speculated, Speculation, StepPlan, StepResult
+from dsv4jax.engine.plan import RankPlan, RankResult, Sampled, SlotStart, Speculated, Speculation, StepPlan, StepResult
 from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, QueueFull
 from dsv4jax.engine.sequence import Sequence
 from dsv4jax.sampling_settings import MAX_TOP_LOGPROBS
@@ -93,8 +93,9 @@ class SimulatedExecutor:
     def __init__(self, cost: CostModel, tokens: TokenModel, acceptance: AcceptanceModel | None = None, block: int = 5):
         self._cost, self._tokens = cost, tokens
         self._acceptance, self._block = acceptance or fixed_acceptance([]), block
-        # By rank and slot: position of the newest token, and drafts behind it.
-        self._slots: dict[tuple[int, int], tuple[int, int]] = {}
+        # Position of the newest token of each slot, and drafts behind it; both as far as slots were started.
+        self._newest: Int32[np.ndarray, "2 ranks slots"] = np.zeros((2, 0, 0), np.int32)
+        self._best_asked = False  # whether a request has asked for the best tokens
         self._now = 0.0
         self._device_free = 0.0
         self._queue: collections.deque[tuple[float, StepResult]] = collections.deque()
@@ -128,18 +129,18 @@ class SimulatedExecutor:
         self._device_free = self._now
 
     def _result(self, rank: int, plan: RankPlan) -> RankResult:
-        prefills = decodes = None
+        if plan.starts:
+            self._start(rank, plan.starts)
+        prefills = decodes = speculation = None
         if plan.prefills:
             slots = np.array([p.slot for p in plan.prefills], np.int32)
             prefills = self._sample(rank, slots, np.array([p.end - 1 for p in plan.prefills], np.int32))
-            self._slots.update({(rank, p.slot): (p.end, 0) for p in plan.prefills})
         if plan.decodes is not None:
             decodes = self._sample(rank, plan.decodes.slots, plan.decodes.starts)
-            moved = zip(plan.decodes.slots.tolist(), plan.decodes.starts.tolist(), strict=True)
-            self._slots.update({(rank, slot): (start + 1, 0) for slot, start in moved})
-        speculation = None if plan.speculation is None else self._speculate(rank, plan.speculation)
-        for slot in plan.first_drafts:
-            self._slots[rank, slot] = self._slots[rank, slot][0], self._block
+        if plan.speculation is not None:
+            speculation = self._speculate(rank, plan.speculation)
+        if plan.first_drafts:
+            self._newest[1, rank, list(plan.first_drafts)] = self._block
         logprobs = tuple(
             _no_logprobs(min(p.end, len(p.tokens) - 1) - p.start, p.prompt_logprobs) if p.prompt_logprobs >= 0 else None
             for p in plan.prefills
@@ -149,27 +150,35 @@ class SimulatedExecutor:
 
     def _speculate(self, rank: int, plan: Speculation) -> Speculated:
         """All drafts that the plan allows are verified."""
-        positions, drafts = np.array([self._slots[rank, slot] for slot in plan.slots.tolist()], np.int32).T
+        positions, drafts = self._newest[:, rank, plan.slots]
         active = positions < plan.ends
         verified = np.where(active, np.minimum(np.minimum(plan.max_drafts, drafts), plan.ends - positions - 1), 0)
         counts = np.where(active, self._acceptance(positions, verified) + 1, 0)
-        columns = [self._tokens(rank, plan.slots, positions + i) for i in range(int(counts.max(initial=0)))]
-        for slot, position, count in zip(plan.slots.tolist(), positions.tolist(), counts.tolist(), strict=True):
-            self._slots[rank, slot] = position + count, self._block
-        tokens = np.stack([*columns, np.zeros_like(plan.slots)], axis=1)
-        top = (*tokens.shape, MAX_TOP_LOGPROBS)
-        return Speculated(
-            counts, verified, tokens, np.zeros(tokens.shape, np.float32), self._drafts(len(tokens)),
-            np.zeros(top, np.int32), np.zeros(top, np.float32),
-        )  # fmt: skip
+        tokens = np.zeros((len(counts), self._block + 1), np.int32)
+        for i in range(int(counts.max(initial=0))):
+            tokens[:, i] = self._tokens(rank, plan.slots, positions + i)
+        self._newest[0, rank, plan.slots], self._newest[1, rank, plan.slots] = positions + counts, self._block
+        logprobs, drafts = np.zeros(tokens.shape, np.float32), self._drafts(len(tokens))
+        return Speculated(counts, verified, tokens, logprobs, drafts, *self._best(tokens.shape))
 
     def _drafts(self, requests: int) -> Int32[np.ndarray, "requests block"]:
         return np.zeros((requests, self._block), np.int32)
 
-    def _sample(self, rank: int, slots: np.ndarray, positions: np.ndarray) -> Sampled:
-        top = (len(slots), MAX_TOP_LOGPROBS)
+    def _sample(self, rank: int, slots: _PerRequest, positions: _PerRequest) -> Sampled:
         tokens = self._tokens(rank, slots, positions)
-        return Sampled(tokens, np.zeros(len(slots), np.float32), np.zeros(top, np.int32), np.zeros(top, np.float32))
+        self._newest[0, rank, slots], self._newest[1, rank, slots] = positions + 1, 0
+        return Sampled(tokens, np.zeros(len(slots), np.float32), *self._best(tokens.shape))
+
+    def _best(self, shape: tuple[int, ...]) -> tuple[np.ndarray | None, np.ndarray | None]:
+        if not self._best_asked:
+            return None, None
+        return np.zeros((*shape, MAX_TOP_LOGPROBS), np.int32), np.zeros((*shape, MAX_TOP_LOGPROBS), np.float32)
+
+    def _start(self, rank: int, starts: tuple[SlotStart, ...]) -> None:
+        self._best_asked |= any(start.sampling.top_logprobs >= 0 for start in starts)
+        _, ranks, slots = self._newest.shape
+        more = max(0, rank + 1 - ranks), max(0, max(start.slot for start in starts) + 1 - slots)
+        self._newest = np.pad(self._newest, [(0, 0), *((0, count) for count in more)])
 
 
 def run_traffic(
