@@ -30,15 +30,9 @@ from dsv4jax.model.draft import block_hidden, block_layout
 from dsv4jax.model.transformer import Model, merge
 from dsv4jax.numerics import REFERENCE, Numerics
 from dsv4jax.sampling import commit_tokens, keep_next_tokens, record_tokens
-from dsv4jax.step_flags import STEP_OPTIONS
+from dsv4jax.step_flags import jit_step
 from dsv4jax.verification import Method, draw_drafts, verify
 from sharding import SINGLE, ExpertPlacement, Layout
-
-_step = functools.partial(
-    jax.jit,
-    donate_argnames="cache",
-    compiler_options=dict(STEP_OPTIONS),
-)
 
 
 @flax.struct.dataclass
@@ -81,7 +75,7 @@ class SpeculativeOutput:
         return self.draft.tokens
 
 
-@functools.partial(_step, static_argnames=("cfg", "numerics", "layout"))
+@functools.partial(jit_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "layout"))
 def draft_step(
     params: dict[str, Any],
     cache: Cache,
@@ -116,7 +110,7 @@ def draft_step(
     return cache, output.replace(expert_load=load, **readable)
 
 
-@functools.partial(_step, static_argnames=("cfg", "numerics", "method", "layout"))
+@functools.partial(jit_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "method", "layout"))
 def speculative_step(
     params: dict[str, Any],
     cache: Cache,

@@ -5,7 +5,10 @@ begin with `xla_gpu_` mean nothing to a CPU. `scripts/bench_steps.py --check_fla
 `VARIANTS`.
 """
 
+import functools
 from collections.abc import Mapping
+
+import jax
 
 COMMAND_BUFFERS: Mapping[str, str | int] = {
     "xla_gpu_enable_command_buffer": (
@@ -29,7 +32,10 @@ STEP_OPTIONS: Mapping[str, str | int | bool] = {
     "xla_allow_excess_precision": False,
     **COMMAND_BUFFERS,
 }
-"""What `dsv4jax.steps` compiles with. `Lowered.compile(compiler_options=...)` overrides single ones."""
+"""What steps are compiled with. `Lowered.compile(compiler_options=...)` overrides single ones."""
+
+jit_step = functools.partial(jax.jit, compiler_options=dict(STEP_OPTIONS))
+"""`jax.jit` for steps."""
 
 VARIANTS: Mapping[str, Mapping[str, str | int]] = {
     "no command buffers": NO_COMMAND_BUFFERS,

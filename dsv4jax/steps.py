@@ -34,14 +34,10 @@ from dsv4jax.sampling import (
     sample,
     sampling_params,
 )
-from dsv4jax.step_flags import STEP_OPTIONS
+from dsv4jax.step_flags import jit_step
 from sharding import SINGLE, ExpertPlacement, Layout
 
 _TILE = 32
-_step = functools.partial(
-    jax.jit,
-    compiler_options=dict(STEP_OPTIONS),
-)
 
 
 @flax.struct.dataclass
@@ -79,7 +75,7 @@ class StepOutput:
     prompt_top_logprobs: Float[Array, "batch_tokens 20"] | None = None
 
 
-@functools.partial(_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "collect", "layout"))
+@functools.partial(jit_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "collect", "layout"))
 def prefill_step(
     params: dict[str, Any],
     cache: Cache,
@@ -133,7 +129,7 @@ def _prefill(
     return (cache, output.replace(**_prompt_logprobs(model, batch, out))), out.expert_load
 
 
-@functools.partial(_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "collect", "layout"))
+@functools.partial(jit_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "collect", "layout"))
 def decode_step(
     params: dict[str, Any],
     cache: Cache,
@@ -356,7 +352,7 @@ def forward(
     )  # fmt: skip
 
 
-@functools.partial(_step, static_argnames=("cfg", "numerics", "collect"))
+@functools.partial(jit_step, static_argnames=("cfg", "numerics", "collect"))
 def _forward(
     params: dict[str, Any],
     tokens: Array,

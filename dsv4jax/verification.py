@@ -153,51 +153,14 @@ def verify(
     verifiable = (columns[:-1] < draft_counts[:, None]) & valid[:, 1:] & defined[:, :-1]
     verifiable &= (drafts >= 0) & (drafts < vocab)
     uniform = _uniform_noise(_in_round(params, positions[:, 0], _ACCEPT), positions[:, :-1])
-
-    def settled(accepted: Int32[Array, "requests"]) -> Int32[Array, "requests"]:
-        if forced_acceptance is None:
-            return accepted
-        forced = _prefix_length(verifiable & (uniform < forced_acceptance))
-        # As long as the compiler cannot rule this out, it has to keep what the measured program would compute.
-        return jnp.where(jnp.all(forced_acceptance >= 0), forced, accepted)
-
-    def where_equal(chosen: Int32[Array, "requests tokens"]) -> tuple[Array, Array]:
-        accepted = settled(_prefix_length(verifiable & (chosen[:, :-1] == drafts)))
-        return accepted, _at(chosen, accepted)
-
-    def at_random() -> tuple[Array, Array]:
-        scores, draft_scores = filtered_logits(adjusted, random, params), _tempered(draft_logits, params)
-        totals, draft_totals = jax.nn.logsumexp(scores, axis=-1), jax.nn.logsumexp(draft_scores, axis=-1)
-        considered = verifiable & (jnp.isfinite(draft_totals) | ~random[:, :1])
-        counts = _prefix_length(considered)
-        ratio = _ratio(_of(drafts, scores[:, :-1]) - totals[:, :-1], _of(drafts, draft_scores) - draft_totals)
-        if method == "rejection":
-            weights = jnp.ones_like(totals)
-            accepted = _prefix_length(considered & (uniform < ratio))
-        else:
-            weights = _block_weights(ratio)
-            rows = (scores[:, 1:-1], totals[:, 1:-1], draft_scores[:, 1:], draft_totals[:, 1:], weights[:, 1:-1])
-            accepted = _block_length(counts, weights[:, 1:], jnp.sum(_excess(*rows), axis=-1), uniform)
-        equal = _prefix_length(considered & (jnp.argmax(scores[:, :-1], axis=-1) == drafts))
-        accepted = settled(jnp.where(random[:, 0], accepted, equal))
-
-        # Noise is needed for one row per request only.
-        last = jnp.minimum(accepted, drafts.shape[1] - 1)
-        draft_row = _tempered(_at(draft_logits, last), params)
-        row = _at(scores, accepted)
-        residual = _excess(row, _at(totals, accepted), draft_row, _at(draft_totals, last), _at(weights, accepted))
-        # If rounding leaves no residual, p and q are equal, and the draft was rejected by rounding: then p it is.
-        rejected = random[:, 0] & (accepted < counts) & jnp.any(residual > 0, axis=-1)
-        row = jnp.where(rejected[:, None], jnp.log(residual), row)
-        noise = gumbel_noise(params, _at(positions, accepted)[:, None] + 1, vocab)[:, 0]
-        chosen = jnp.argmax(jnp.where(random[:, :1], row + noise, row), axis=-1)
-        return accepted, chosen.astype(jnp.int32)
-
+    block = _Block(drafts, verifiable, uniform, forced_acceptance)
     if draft_logits is None:
-        accepted, following = where_equal(choose_tokens(adjusted, random, params, positions))
+        accepted, following = _where_equal(block, choose_tokens(adjusted, random, params, positions))
     else:
         accepted, following = lax.cond(
-            jnp.any(random), at_random, lambda: where_equal(jnp.argmax(adjusted, axis=-1).astype(jnp.int32))
+            jnp.any(random),
+            lambda: _at_random(block, adjusted, draft_logits, random, params, positions, method),
+            lambda: _where_equal(block, jnp.argmax(adjusted, axis=-1).astype(jnp.int32)),
         )
 
     chosen = jnp.where(columns < accepted[:, None], jnp.pad(drafts, [(0, 0), (0, 1)]), following[:, None])
@@ -215,6 +178,72 @@ def verify(
         top_logprobs=sampled.top_logprobs,
         emitted=emitted,
     )
+
+
+@flax.struct.dataclass
+class _Block:
+    """The drafts of a step, and what is known of them before they are compared."""
+
+    drafts: Int32[Array, "requests drafts"]
+    verifiable: Bool[Array, "requests drafts"]
+    uniform: Float32[Array, "requests drafts"]
+    """Noise that accepts."""
+    forced: Float[Array, "drafts"] | None
+
+    def settled(self, accepted: Int32[Array, "requests"]) -> Int32[Array, "requests"]:
+        """How many drafts stand, given how many should: as many as the law says that is forced, if any is."""
+        if self.forced is None:
+            return accepted
+        forced = _prefix_length(self.verifiable & (self.uniform < self.forced))
+        # As long as the compiler cannot rule this out, it has to keep what the measured program would compute.
+        return jnp.where(jnp.all(self.forced >= 0), forced, accepted)
+
+
+def _where_equal(
+    block: _Block, chosen: Int32[Array, "requests tokens"]
+) -> tuple[Int32[Array, "requests"], Int32[Array, "requests"]]:
+    """Drafts that stand because they are what was chosen in their place, and the token after them."""
+    accepted = block.settled(_prefix_length(block.verifiable & (chosen[:, :-1] == block.drafts)))
+    return accepted, _at(chosen, accepted)
+
+
+def _at_random(
+    block: _Block,
+    adjusted: Float32[Array, "requests tokens vocab"],
+    draft_logits: Float32[Array, "requests drafts vocab"],
+    random: Bool[Array, "requests tokens"],
+    params: SamplingParams,
+    positions: Int32[Array, "requests tokens"],
+    method: Method,
+) -> tuple[Int32[Array, "requests"], Int32[Array, "requests"]]:
+    """Drafts that stand by `method`, for greedy requests by comparison, and the token after them."""
+    drafts = block.drafts
+    scores, draft_scores = filtered_logits(adjusted, random, params), _tempered(draft_logits, params)
+    totals, draft_totals = jax.nn.logsumexp(scores, axis=-1), jax.nn.logsumexp(draft_scores, axis=-1)
+    considered = block.verifiable & (jnp.isfinite(draft_totals) | ~random[:, :1])
+    counts = _prefix_length(considered)
+    ratio = _ratio(_of(drafts, scores[:, :-1]) - totals[:, :-1], _of(drafts, draft_scores) - draft_totals)
+    if method == "rejection":
+        weights = jnp.ones_like(totals)
+        accepted = _prefix_length(considered & (block.uniform < ratio))
+    else:
+        weights = _block_weights(ratio)
+        rows = (scores[:, 1:-1], totals[:, 1:-1], draft_scores[:, 1:], draft_totals[:, 1:], weights[:, 1:-1])
+        accepted = _block_length(counts, weights[:, 1:], jnp.sum(_excess(*rows), axis=-1), block.uniform)
+    equal = _prefix_length(considered & (jnp.argmax(scores[:, :-1], axis=-1) == drafts))
+    accepted = block.settled(jnp.where(random[:, 0], accepted, equal))
+
+    # Noise is needed for one row per request only.
+    last = jnp.minimum(accepted, drafts.shape[1] - 1)
+    draft_row = _tempered(_at(draft_logits, last), params)
+    row = _at(scores, accepted)
+    residual = _excess(row, _at(totals, accepted), draft_row, _at(draft_totals, last), _at(weights, accepted))
+    # If rounding leaves no residual, p and q are equal, and the draft was rejected by rounding: then p it is.
+    rejected = random[:, 0] & (accepted < counts) & jnp.any(residual > 0, axis=-1)
+    row = jnp.where(rejected[:, None], jnp.log(residual), row)
+    noise = gumbel_noise(params, _at(positions, accepted)[:, None] + 1, adjusted.shape[-1])[:, 0]
+    chosen = jnp.argmax(jnp.where(random[:, :1], row + noise, row), axis=-1)
+    return accepted, chosen.astype(jnp.int32)
 
 
 def _ratio(

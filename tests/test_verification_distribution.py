@@ -300,6 +300,11 @@ def penalties_without_accepted_tokens(right):
     return wrong
 
 
+def without_masks(right):
+    everything = jnp.full((DRAWS, LENGTH, 1), 0xFFFFFFFF, jnp.uint32)
+    return lambda logits, state, *batch: right(logits, state.replace(allowed=everything), *batch)
+
+
 def residual_is(values):
     """`_excess` wrong where it is what the token after a rejection is drawn from, right in sums over many rows."""
 
@@ -344,7 +349,7 @@ MISTAKES = {
     "draws from p after a rejection": ("_excess", residual_is(target)),
     "takes drafts for argmax": ("_excess", residual_is(target_without_best_draft)),
     "penalties": ("adjusted_logits", penalties_without_accepted_tokens),
-    "masks": ("adjusted_logits", lambda right: lambda *batch: right(*batch[:-1])),
+    "masks": ("adjusted_logits", without_masks),
     "filters": ("filtered_logits", lambda right: lambda adjusted, random, params: adjusted),
     "temperature of drafts": ("_tempered", temperature_of_drafts_is_1),
     "noise of drafts": ("gumbel_noise", noise_of_drafts),
