@@ -27,7 +27,10 @@ NEVER = 10**6  # no EOS
 
 @pytest.fixture(scope="module", params=["reference", "float32"])
 def executor(request):
-    """One executor for all tests of a numeric mode: two compiled steps. Float32 with fewer layers."""
+    """One executor for all tests of a numeric mode: two compiled steps.
+
+    Exact replay of the model of `float32` reaches back by an odd number of tokens, so not to the beginning of a tile.
+    """
     model = small_model(quantized=True) if request.param == "reference" else drafting_model()
     cache_cfg = CacheConfig(slots=SLOTS, pages=PAGES, page_size=PAGE)
     buckets = make_buckets(

@@ -57,7 +57,9 @@ class Rank:
 
     def saved_tokens(self, matched: list[int]) -> int:
         """How many tokens need not be run behind the pages that `match` found."""
-        return self._cfg.replay.start(len(matched) * self._cfg.page_size)
+        start = self._cfg.replay.start(len(matched) * self._cfg.page_size)
+        # Where a token stands in its tile may decide the order of its sums: the same bits need the place of a cold run.
+        return start // self._cfg.tile * self._cfg.tile if self._cfg.deterministic else start
 
     def sequences(self) -> list[Sequence]:
         """The running choices."""
