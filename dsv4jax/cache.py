@@ -151,8 +151,17 @@ def init_cache(
 ) -> Cache:
     """An empty cache on the devices of the layout: `cache_cfg` for each rank, one after the other along axis 0."""
     if layout.mesh is not None:
-        make = functools.partial(init_cache, cfg, _of_all_ranks(cache_cfg, layout), numerics)
+        make = functools.partial(_empty, cfg, _of_all_ranks(cache_cfg, layout), numerics)
         return jax.jit(make, out_shardings=layout.by_rank)()
+    cache = _empty(cfg, cache_cfg, numerics)
+    if isinstance(cache.ngram_ids, jax.core.Tracer):
+        return cache
+    # Tied to its device, as parameters and what steps return are: otherwise a step would be compiled a second time for
+    # the cache that it returned the first time.
+    return jax.device_put(cache, cache.ngram_ids.sharding)
+
+
+def _empty(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics) -> Cache:
     slots, slack = cache_cfg.slots, cache_cfg.slack
     ratios = [cfg.ratio(source) for source in cfg.kv_source_layer_ids]
     pools = [(cache_cfg.pages, cache_cfg.page_size // ratio) for ratio in ratios]

@@ -1,6 +1,7 @@
 """Shared fixtures. JAX is set up for many small programs, and annotations are checked at run time."""
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -13,8 +14,10 @@ os.environ.setdefault(
     "XLA_FLAGS",
     # As the steps are compiled: see `dsv4jax.steps`.
     "--xla_allow_excess_precision=false"
-    # Compilation dominates the tests: with the least optimisation it takes two thirds of the time.
-    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    # Compilation dominates the tests: with the least optimisation it takes two thirds of the time, and with the older
+    # way to emit fusions, which JAX 0.11 no longer has, half of that.
+    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    + (" --xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else ""),
 )
 
 from jaxtyping import install_import_hook

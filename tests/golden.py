@@ -82,13 +82,13 @@ def small_model(quantized: bool = False) -> Golden:
 
 
 @functools.cache
-def drafting_model() -> Golden:
+def drafting_model(quantized: bool = False) -> Golden:
     """Three layers of tiny_a and two draft stages: one of everything that a step leaves behind.
 
     One feature of the draft comes from the encoder half. Compiles in half the time of `small_model`.
     """
     return _some_layers(
-        False,
+        quantized,
         layers=(2, 8, 11),
         stages=(0, 2),
         compress_ratios=(2, 1, 1, 0, 0),

@@ -24,7 +24,9 @@ from sharding import decode_dep
 from sharding.placement import initial_owners
 
 RANKS, SLOTS, LENGTH, DRAFTS = 8, 3, 64, 4
-cfg = dataclasses.replace(drafting_model().cfg, n_routed_experts=8, dspark_n_routed_experts=16)
+cfg = dataclasses.replace(
+    drafting_model().cfg, n_routed_experts=8, dspark_n_routed_experts=16, num_hidden_layers=2,
+    compress_ratios=(2, 1, 0), num_nextn_predict_layers=1, dspark_target_layer_ids=(0, 1))
 layout, cache_cfg = decode_dep(RANKS), CacheConfig(slots=2, pages=20, page_size=8, slack=DRAFTS + 1, drafts="shared")
 buckets = make_buckets(cache_cfg, prefill_tokens=[32], prefill_requests=2, decode_requests=[2], contexts=[LENGTH],
                        prompt_logprobs=False, drafts=DRAFTS)

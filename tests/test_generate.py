@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden import small_model
+from golden import drafting_model
 from serving import SMALL_DECODE, SMALL_PREFILL, Request, Server
 
 from dsv4jax.generate import Generator
@@ -20,7 +20,7 @@ PROMPTS = [np.arange(5, 47, dtype=np.int32), np.arange(100, 109, dtype=np.int32)
 
 
 def generate(prompts, **kwargs) -> list[list[int]]:
-    model = small_model()
+    model = drafting_model()
     generator = Generator(model.params, model.cfg, prompts, **({"max_tokens": 12, "chunk": 32} | kwargs))
     out = [[] for _ in prompts]
     for request, token, logprob in generator.run():
@@ -35,7 +35,7 @@ def generate(prompts, **kwargs) -> list[list[int]]:
 
 def test_greedy_generation_equals_steps_by_hand():
     """A prompt longer than a chunk beside a short one, each as if it were alone."""
-    model = small_model()
+    model = drafting_model()
     server = Server(model.cfg, model.params, REFERENCE, prefill=SMALL_PREFILL, decode=SMALL_DECODE)
     expected = []
     for slot, prompt in enumerate(PROMPTS):
@@ -78,7 +78,7 @@ def test_seeds_and_usable_ids():
     ],
 )
 def test_bad_requests_are_refused(prompts, change, message):
-    model = small_model()
+    model = drafting_model()
     with pytest.raises(ValueError, match=message):
         Generator(model.params, model.cfg, prompts, **({"max_tokens": 4} | change))
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import FLOAT32, NOQUANT, small_model
+from golden import FLOAT32, NOQUANT, drafting_model, small_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import GREEDY, SMALL_DECODE, SMALL_PREFILL, Request, Server
@@ -39,11 +39,31 @@ def quantized():
 
 
 @pytest.fixture(scope="module")
+def shallow():
+    """One of everything that a step leaves behind, for what does not depend on how layers share it."""
+    return drafting_model()
+
+
+@pytest.fixture(scope="module")
+def shallow_quantized():
+    return drafting_model(quantized=True)
+
+
+@pytest.fixture(scope="module")
 def sequences(tiny):
     """Three token sequences and their logits at every position."""
-    known = int((np.asarray(tiny.params["engram_token_map"]) >= 0).sum())
+    return with_logits(tiny)
+
+
+@pytest.fixture(scope="module")
+def shallow_sequences(shallow):
+    return with_logits(shallow)
+
+
+def with_logits(model):
+    known = int((np.asarray(model.params["engram_token_map"]) >= 0).sum())
     tokens = np.random.default_rng(5).integers(3, known, (3, LENGTH)).astype(np.int32)
-    return tokens, np.asarray(forward(tiny.params, tokens, cfg=tiny.cfg, numerics=NOQUANT).logits)
+    return tokens, np.asarray(forward(model.params, tokens, cfg=model.cfg, numerics=NOQUANT).logits)
 
 
 def serve(tiny, numerics=NOQUANT, prefill=SMALL_PREFILL, decode=SMALL_DECODE, **kwargs) -> Server:
@@ -126,12 +146,15 @@ def test_decode_of_single_tokens_from_an_empty_prompt_state(tiny, sequences):
         assert distance(output, 0, expected[0, p : p + 1]) < TOLERANCE
 
 
-@pytest.mark.parametrize("numerics", [REFERENCE, FAST], ids=["reference", "fast"])
-def test_a_request_is_bit_identical_whatever_surrounds_it(quantized, sequences, numerics):
+@pytest.mark.parametrize(
+    ("model", "numerics"), [("quantized", REFERENCE), ("shallow_quantized", FAST)], ids=["reference", "fast"]
+)
+def test_a_request_is_bit_identical_whatever_surrounds_it(request, sequences, model, numerics):
     tokens, _ = sequences
+    model = request.getfixturevalue(model)
 
     def run(slot, pages, neighbours):
-        server = serve(quantized, numerics, poison=True)
+        server = serve(model, numerics, poison=True)
         request = Request(tokens[0, :30], slot, pages)
         others = [Request(tokens[1 + i, : 9 + i], (slot + 1 + i) % 3, list(range(40 + 8 * i, 48 + 8 * i)))
                   for i in range(neighbours)]  # fmt: skip
@@ -347,16 +370,15 @@ def test_only_allowed_tokens_are_sampled_until_the_slot_begins_anew(tiny, sequen
     assert int(server.prefill((requests[1], 0, 20)).tokens[0, 0]) == int(expected[1, 19].argmax())
 
 
-def test_prompt_logprobs_are_those_of_the_whole_run_in_any_chunks(tiny, sequences, monkeypatch):
-    tokens, expected = sequences
+def test_prompt_logprobs_are_those_of_the_whole_run_in_any_chunks(shallow, shallow_sequences, monkeypatch):
+    tokens, expected = shallow_sequences
     prompts = [tokens[0, :41], tokens[1, :1], tokens[2, :17]]
-    bucket = dataclasses.replace(SMALL_PREFILL, prompt_logprobs=True)
-    for rows_at_once, cuts in ((48, (0, 23, 41)), (8, (0, 1, 4, 30, 41))):
-        # The limit of memory: all rows at once, and a few in several rounds.
-        over_tiles = functools.partial(layout.over_tiles, limit=16 * rows_at_once * tiny.cfg.vocab_size)
+    # The limit of memory: all rows at once, and a few in several rounds. Each in a bucket that no other test compiles.
+    for size, rows_at_once, cuts in ((52, 52, (0, 23, 41)), (56, 8, (0, 1, 4, 30, 41))):
+        bucket = dataclasses.replace(SMALL_PREFILL, tokens=size, prompt_logprobs=True)
+        over_tiles = functools.partial(layout.over_tiles, limit=16 * rows_at_once * shallow.cfg.vocab_size)
         monkeypatch.setattr("dsv4jax.steps.over_tiles", over_tiles)
-        prefill_step.clear_cache()
-        server = serve(tiny, prefill=bucket, poison=True)
+        server = serve(shallow, prefill=bucket, poison=True)
         requests = [Request(prompt, i, own_pages(i)) for i, prompt in enumerate(prompts)]
         for request in requests:
             server.start(request)
@@ -383,14 +405,13 @@ def test_prompt_logprobs_are_those_of_the_whole_run_in_any_chunks(tiny, sequence
             for array in (values, ids, top):
                 assert not array[~filled].any()
             others = []
-    prefill_step.clear_cache()
 
 
-def test_a_prompt_logprob_is_its_entry_among_the_best_to_the_bit(quantized, sequences):
+def test_a_prompt_logprob_is_its_entry_among_the_best_to_the_bit(shallow_quantized, sequences):
     """Every token is followed by one of its 20 best, in the arithmetic of the model itself."""
     tokens, _ = sequences
     bucket = PrefillBucket(tokens=16, requests=1, pages=PAGES, prompt_logprobs=True)
-    server = serve(quantized, REFERENCE, prefill=bucket)
+    server = serve(shallow_quantized, REFERENCE, prefill=bucket)
     prompt = tokens[0, :1]
     for rank in (0, 3, 19, 7):
         request = Request(np.append(prompt, np.int32(0)), 0, own_pages(0))
@@ -405,10 +426,10 @@ def test_a_prompt_logprob_is_its_entry_among_the_best_to_the_bit(quantized, sequ
     assert np.all(top < 0)
 
 
-def test_tokens_of_a_prefix_hit_have_no_prompt_logprobs(tiny, sequences):
-    tokens, expected = sequences
+def test_tokens_of_a_prefix_hit_have_no_prompt_logprobs(shallow, shallow_sequences):
+    tokens, expected = shallow_sequences
     bucket = dataclasses.replace(SMALL_PREFILL, prompt_logprobs=True)
-    server = serve(tiny, prefill=bucket)
+    server = serve(shallow, prefill=bucket)
     owner = Request(tokens[0, :32], 0, own_pages(0))
     server.start(owner)
     assert server.prefill((owner, 0, 32)).prompt_logprobs[:31].all()
@@ -541,11 +562,12 @@ class Tables:
         return tuple(jax.tree.map(lambda a, i=i: a[rows[:, i]], table) for i, table in enumerate(self.tables))
 
 
-def test_tables_on_the_host_give_the_same_bits_as_on_the_device(quantized, sequences):
+def test_tables_on_the_host_give_the_same_bits_as_on_the_device(shallow_quantized, sequences):
     tokens, _ = sequences
-    layers = quantized.params["layers"]
-    without = layers[1] | {"engram": {k: v for k, v in layers[1]["engram"].items() if k != "embed"}}
-    bare = quantized._replace(params=quantized.params | {"layers": layers | {1: without}})
+    whole = shallow_quantized
+    layers, (engram,) = whole.params["layers"], whole.cfg.engram_layer_ids
+    without = layers[engram] | {"engram": {k: v for k, v in layers[engram]["engram"].items() if k != "embed"}}
+    bare = whole._replace(params=whole.params | {"layers": layers | {engram: without}})
 
     def run(model, tables):
         server = serve(model, REFERENCE, tables=tables)
@@ -555,21 +577,21 @@ def test_tables_on_the_host_give_the_same_bits_as_on_the_device(quantized, seque
         outputs.append(server.decode((request, 20, tokens[0, 20:24]), history=tokens[0, 16:20][::-1]))
         return [np.asarray(o.logits[0])[:4] for o in outputs]
 
-    chex.assert_trees_all_equal(run(bare, Tables(layers)), run(quantized, None))
+    chex.assert_trees_all_equal(run(bare, Tables(layers)), run(whole, None))
 
 
-def test_an_image_prompt_in_any_chunks_equals_the_whole_run(tiny):
+def test_an_image_prompt_in_any_chunks_equals_the_whole_run(shallow):
     rng = np.random.default_rng(2)
     ids, mask = rng.integers(3, 300, 61).astype(np.int32), np.zeros(61, bool)
     mask[4:19] = mask[33:50] = True
-    ids[mask] = tiny.cfg.image_token_id
-    embeddings = rng.normal(size=(61, tiny.cfg.hidden_size)).astype(np.float32)
+    ids[mask] = shallow.cfg.image_token_id
+    embeddings = rng.normal(size=(61, shallow.cfg.hidden_size)).astype(np.float32)
     whole = forward(
-        tiny.params, ids[None], cfg=tiny.cfg, image_mask=mask[None], embeddings=embeddings[None], numerics=NOQUANT
+        shallow.params, ids[None], cfg=shallow.cfg, image_mask=mask[None], embeddings=embeddings[None], numerics=NOQUANT
     )
     bucket = PrefillBucket(tokens=64, requests=1, pages=PAGES, tile=4, images=40)
     for cuts in ([], [5, 17, 18, 40]):
-        server = serve(tiny, prefill=bucket, poison=True)
+        server = serve(shallow, prefill=bucket, poison=True)
         request = Request(ids, 0, list(range(PAGES)), image_mask=mask, image_embeddings=embeddings[mask])
         server.start(request)
         assert distance(server.prefill_all(request, cuts), 0, np.asarray(whole.logits)[0, -1:]) < TOLERANCE
@@ -593,11 +615,11 @@ def test_fast_mode_stays_close_to_reference_mode(tiny, sequences):
     assert error(fast, expected) < 0.02
 
 
-def test_float32_with_quantised_caches_is_prefix_consistent(tiny, sequences):
+def test_float32_with_quantised_caches_is_prefix_consistent(shallow, sequences):
     """Rows of a long run equal the same rows reached by chunks and decode, cache quantisation included."""
     tokens, _ = sequences
-    expected = np.asarray(forward(tiny.params, tokens, cfg=tiny.cfg, numerics=FLOAT32).logits)
-    server = serve(tiny, FLOAT32)
+    expected = np.asarray(forward(shallow.params, tokens, cfg=shallow.cfg, numerics=FLOAT32).logits)
+    server = serve(shallow, FLOAT32)
     request = Request(tokens[0, :50], 0, list(range(PAGES)))
     server.start(request)
     rows = [distance(server.prefill_all(request, [9, 33]), 0, expected[0, 49:50])]
@@ -680,12 +702,12 @@ def test_forward_refuses_bad_input(tiny, change, message):
         inspect.unwrap(forward)(tiny.params, **arguments, cfg=tiny.cfg)
 
 
-def test_packed_records_equal_quantise_dequantise_bit_for_bit(quantized, sequences, monkeypatch):
+def test_packed_records_equal_quantise_dequantise_bit_for_bit(shallow_quantized, sequences, monkeypatch):
     """The cache holds 4- and 8-bit records; what the model reads is exactly its own quantised arithmetic."""
     tokens, _ = sequences
 
     def run():
-        server = serve(quantized, REFERENCE)
+        server = serve(shallow_quantized, REFERENCE)
         request = Request(tokens[0, :60], 0, list(range(PAGES)))
         server.start(request)
         outputs = [server.prefill((request, 0, 41)), server.prefill((request, 41, 60))]

@@ -50,15 +50,15 @@ class Decoding:
         """The next token of those of the runnable choices that are ready, with drafts behind it or without, and the
         state moved to after the step.
 
-        One program for all: with drafts if a choice anywhere wants any, so that weights are read once. In
+        One program for all: with drafts if a choice anywhere drafts, so that weights are read once. In
         deterministic mode the others do not decide which one. Preempts the worst choices of a rank if its pages run
         out.
         """
         slots, speculate, positions = self._slots, False, self._slots.positions(rows)
         drafts = self._wanted_drafts(rows, positions) if self._cfg.drafts else np.zeros(len(rows), np.int32)
-        wanted, masked = drafts > 0, bool(slots.masked[rows].any())
-        if masked:
-            ready = self._fit_masks(rows, drafts, failed)
+        wanted, masked = drafts > 0, slots.masked[rows]
+        if masked.any():
+            ready = self._fit_masks(rows, masked, drafts, failed)
             rows, drafts, positions, wanted = rows[ready], drafts[ready], positions[ready], wanted[ready]
         if self._cfg.drafts:
             # The host lacks the position of a choice that has more tokens on their way than steps.
@@ -71,8 +71,9 @@ class Decoding:
             rows, drafts, positions = rows[kept], drafts[kept], positions[kept]
         if speculate:
             drafts = self._on_pages(rows, drafts, positions)
-            if masked:
-                certain = (drafts > 0) | self._runs_now(rows)
+            if masked.any():
+                # A step without drafts brings one token: it must not be one that finds its choice in a pause.
+                certain = (drafts > 0) | (slots.unread[rows] == 0) | (slots.pause_tokens[rows] < 0).all(axis=1)
                 rows, drafts, positions = rows[certain], drafts[certain], positions[certain]
         if not rows.size:
             return [(None, None)] * len(self._ranks), None
@@ -89,18 +90,16 @@ class Decoding:
             drafts[too_long] = 0
         return drafts
 
-    def _fit_masks(self, rows: Rows, drafts: _PerRow, failed: Failures) -> Bool[np.ndarray, " rows"]:
-        """Which choices have masks that are known, or none; takes away drafts for which these do not hold."""
+    def _fit_masks(
+        self, rows: Rows, masked: Bool[np.ndarray, " rows"], drafts: _PerRow, failed: Failures
+    ) -> Bool[np.ndarray, " rows"]:
+        """Which choices have masks that are known, or none; takes away drafts for which there are none."""
         ready = np.ones(len(rows), bool)
-        for i in self._slots.masked[rows].nonzero()[0].tolist():
+        for i in masked.nonzero()[0].tolist():
             sequence = self._slots.sequences[rows[i]]
             allowed = self._ranks[sequence.rank].drafts_for_mask(sequence, int(drafts[i]), failed)
             ready[i], drafts[i] = allowed is not None, allowed or 0
         return ready
-
-    def _runs_now(self, rows: Rows) -> Bool[np.ndarray, " rows"]:
-        """Which choices cannot be in a pause: without drafts a step is to bring one token, and there it brings none."""
-        return (self._slots.unread[rows] == 0) | (self._slots.pause_tokens[rows] < 0).all(axis=1)
 
     def _grow(self, rows: Rows, preempt: Callable[[Sequence], None]) -> None:
         """A page for each of these choices that is not preempted for one before it."""
@@ -130,8 +129,7 @@ class Decoding:
         slots = self._slots
         columns = [self._slot_of_row[rows], positions, self._tokens(rows, positions, speculate)]
         if speculate:
-            columns.insert(2, slots.ends[rows] - 1)
-            columns += [np.minimum(slots.least_drafts[rows], drafts), drafts]
+            columns += [slots.ends[rows] - 1, np.minimum(slots.least_drafts[rows], drafts), drafts]
             columns += [slots.pause_tokens[rows], slots.lengths[rows] - 1]
         parts: list[Part] = [(None, None)] * len(self._ranks)
         bounds = rows.searchsorted(self._first_rows)
@@ -141,7 +139,11 @@ class Decoding:
             busy.tolist(), bounds[busy].tolist(), bounds[busy + 1].tolist(), widths.tolist(), strict=True
         ):
             own, table = [column[first:end] for column in columns], slots.page_table[rows[first:end], :width]
-            parts[number] = (None, Speculation(*own, table)) if speculate else (Decodes(*own, table), None)
+            if not speculate:
+                parts[number] = Decodes(*own, table), None
+            else:
+                numbers, most, tokens, ends, *limits = own
+                parts[number] = None, Speculation(numbers, most, ends, tokens, *limits, table)
         return parts
 
     def _tokens(self, rows: Rows, positions: _PerRow, speculate: bool) -> _PerRow:

@@ -19,7 +19,7 @@ class PrefillInFlight(NamedTuple):
     counts: bool
     """Whether what is sampled counts: not if the token after it is known."""
     drafts: bool
-    """Whether drafts behind it are made in the same step."""
+    """Whether first drafts follow it."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -130,7 +130,7 @@ def make_buckets(
     return Buckets(
         prefill=tuple(prefill),
         decode=tuple(DecodeBucket(n, p) for n, p in sizes),
-        masks=tuple(sorted({1, min(8, cache_cfg.slots), cache_cfg.slots})),
+        masks=tuple(sorted({min(8**i, cache_cfg.slots) for i in range(cache_cfg.slots.bit_length() + 1)})),
         verify=tuple(DecodeBucket(n, p, tokens_per_request=1 + drafts) for n, p in sizes if drafts),
         draft=(DraftBucket(prefill_requests),) if drafts else (),
     )

@@ -57,7 +57,9 @@ class Rank:
 
     def saved_tokens(self, matched: list[int]) -> int:
         """How many tokens need not be run behind the pages that `match` found."""
-        return self._cfg.replay.start(len(matched) * self._cfg.page_size)
+        start = self._cfg.replay.start(len(matched) * self._cfg.page_size)
+        # Where a token stands in its tile may decide the order of its sums: the same bits need the place of a cold run.
+        return start // self._cfg.tile * self._cfg.tile if self._cfg.deterministic else start
 
     def sequences(self) -> list[Sequence]:
         """The running choices."""
@@ -155,15 +157,14 @@ class Rank:
         for chunk in prefills:
             slot = chunk.slot
             sequence = self._sequences[slot]
-            counts, drafts = chunk.end == sequence.length, False
-            sequence.computed = chunk.end
+            counts = chunk.end == sequence.length
+            sequence.computed, drafts = chunk.end, False
             if chunk.end == sequence.prefill_end:
                 self.prefilling.remove(sequence)
                 slots.decoding[slot] = True
                 slots.again[slot] = sequence.length - chunk.end
                 slots.unread[slot] = slots.ahead[slot] = counts
-                drafts = self._drafts_first(sequence)
-                if drafts:
+                if drafts := self._drafts_first(sequence):
                     first_drafts.append(slot)
             in_flight.append(PrefillInFlight(sequence, int(slots.epochs[slot]), chunk.end, counts, drafts))
         return RankPlan(starts, masks, prefills, decodes, speculation, tuple(first_drafts)), in_flight

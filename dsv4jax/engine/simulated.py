@@ -158,7 +158,7 @@ class SimulatedExecutor:
         for i in range(int(counts.max(initial=0))):
             tokens[:, i] = self._tokens(rank, plan.slots, positions + i)
         self._newest[0, rank, plan.slots], self._newest[1, rank, plan.slots] = positions + counts, self._block
-        drafts, logprobs = self._drafts(len(tokens)), np.zeros(tokens.shape, np.float32)
+        logprobs, drafts = np.zeros(tokens.shape, np.float32), self._drafts(len(tokens))
         return Speculated(counts, verified, tokens, logprobs, drafts, *self._best(tokens.shape))
 
     def _drafts(self, requests: int) -> Int32[np.ndarray, "requests block"]:

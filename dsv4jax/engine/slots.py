@@ -40,6 +40,12 @@ class Slots:
     most_drafts: Int32[np.ndarray, " slots"]
     draft_contexts: Int32[np.ndarray, " slots"]
     """No drafts from this position on."""
+    draft_counts: Int32[np.ndarray, " slots"]
+    """How many of `drafts` there are."""
+    drafts: Int32[np.ndarray, "slots drafts"]
+    """Those that the newest step read has left behind the newest token."""
+    pause_tokens: Int32[np.ndarray, "slots pauses"]
+    """Tokens behind which the mask of the steps in flight may no longer hold; -1 for none."""
     last_times: Float64[np.ndarray, " slots"]
     """When the last known token came."""
     eos: Int32[np.ndarray, " slots"]
@@ -47,12 +53,6 @@ class Slots:
     watched: Bool[np.ndarray, " slots"]
     """Whether each token takes more than a look for EOS and the end: stop tokens, a mask, log-probabilities."""
     masked: Bool[np.ndarray, " slots"]
-    drafts: Int32[np.ndarray, "slots drafts"]
-    """For a choice with a mask: the drafts that the newest step read has left in the slot."""
-    draft_counts: Int32[np.ndarray, " slots"]
-    """How many."""
-    pause_tokens: Int32[np.ndarray, "slots pauses"]
-    """Those of a choice with a mask in its newest step, as in `Speculation`."""
     covered: Int32[np.ndarray, " slots"]
     """Tokens for which there are pages."""
     page_table: Int32[np.ndarray, "slots pages"]
@@ -63,14 +63,14 @@ class Slots:
         slots = cfg.ranks * cfg.slots
         kinds = {"sequences": object, "epochs": np.int64, "last_times": np.float64}
         kinds |= dict.fromkeys(("decoding", "watched", "masked"), bool)
-        others = {
-            "sequences": np.full(slots, None, object),
+        wide = {
             "drafts": np.zeros((slots, cfg.drafts), np.int32),
             "pause_tokens": np.full((slots, MAX_PAUSE_TOKENS), -1, np.int32),
             "page_table": np.zeros((slots, -(-cfg.max_model_len // cfg.page_size)), np.int32),
         }
-        names = [f.name for f in dataclasses.fields(cls) if f.name not in others]
-        return cls(**others, **{name: np.zeros(slots, kinds.get(name, np.int32)) for name in names})
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in wide]
+        narrow = {name: np.zeros(slots, kinds.get(name, np.int32)) for name in names}
+        return cls(**narrow | wide | {"sequences": np.full(slots, None, object)})
 
     def of_rank(self, number: int, slots: int) -> "Slots":
         """Views of the slots of one rank, which has `slots` of them."""
@@ -88,25 +88,25 @@ class Slots:
         self.least_drafts[slot] = request.drafts or 0
         self.most_drafts[slot] = cfg.drafts if request.drafts is None else request.drafts
         self.draft_contexts[slot] = cfg.max_model_len if request.draft_context is None else request.draft_context
+        self.draft_counts[slot] = 0
+        self.pause_tokens[slot] = -1
         self.last_times[slot] = sequence.last_time
         self.eos[slot] = -1 if request.ignore_eos else cfg.eos_id
         self.masked[slot] = sequence.mask is not None
-        self.draft_counts[slot] = 0
-        self.pause_tokens[slot] = -1
         self.watched[slot] = (
             bool(request.stop_token_ids) or sequence.mask is not None or sequence.sampling.top_logprobs >= 0
         )
         self.covered[slot] = len(sequence.pages) * cfg.page_size
         self.page_table[slot, : len(sequence.pages)] = sequence.pages
 
+    def keep_drafts(self, rows: Rows, drafts: Int32[np.ndarray, "rows block"]) -> None:
+        """Notes what a step has drafted behind its newest token, as far as it may be verified."""
+        count = min(drafts.shape[1], self.drafts.shape[1])
+        self.drafts[rows, :count] = drafts[:, :count]
+        self.draft_counts[rows] = count
+
     def positions(self, rows: Rows) -> Int32[np.ndarray, " rows"]:
         """The largest position that the next token to run of each choice can have."""
         lengths, again = self.lengths[rows], self.again[rows]
         newest = np.minimum(lengths + self.ahead[rows], self.ends[rows]) - 1
         return np.where(again > 0, lengths - again, newest) if again.any() else newest
-
-    def keep_drafts(self, rows: Rows, drafts: Int32[np.ndarray, "rows block"]) -> None:
-        """Notes the drafts that slots hold behind their newest token, as far as they may be verified."""
-        count = min(drafts.shape[1], self.drafts.shape[1])
-        self.drafts[rows, :count] = drafts[:, :count]
-        self.draft_counts[rows] = count
