@@ -11,7 +11,7 @@ MATRIX = 3.11:0.10.2 3.12:0.11.2
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check $(JAX) -e ".[serve,dev]"
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check $(JAX) -e ".[serve,train,dev]"
 	touch $@
 
 demo: $(VENV)/ready

@@ -23,6 +23,9 @@ from dsv4jax.quant import (
     pack_fp8,
     pack_mxfp4,
     pack_nvfp4,
+    qdq_fp8,
+    qdq_mxfp4,
+    qdq_nvfp4,
     record_bytes_fp8,
     record_bytes_mxfp4,
     record_bytes_nvfp4,
@@ -72,7 +75,13 @@ class RecordFormat:
 
     pack: Callable[[Array], Array]
     unpack: Callable[[Array, DTypeLike], Array]
+    round: Callable[[Array], Array]
+    """Values to what `unpack` makes of their record, in their own type, with a gradient."""
     record_bytes: Callable[[int], int]
+
+    def rounded(self, x: Array, numerics: Numerics) -> Array:
+        """Values [..., n] as they come back from a cache."""
+        return self.round(x) if numerics.quantize_cache else x.astype(numerics.dtype)
 
     def store(self, x: Array, numerics: Numerics) -> Array:
         """Values [..., n] to records."""
@@ -89,9 +98,9 @@ class RecordFormat:
         return jnp.zeros((*shape, n), numerics.dtype)
 
 
-WINDOW_KEY = RecordFormat(pack_fp8, unpack_fp8, record_bytes_fp8)
-COMPRESSED_ENTRY = RecordFormat(pack_nvfp4, unpack_nvfp4, record_bytes_nvfp4)
-INDEX_KEY = RecordFormat(pack_mxfp4, unpack_mxfp4, record_bytes_mxfp4)
+WINDOW_KEY = RecordFormat(pack_fp8, unpack_fp8, qdq_fp8, record_bytes_fp8)
+COMPRESSED_ENTRY = RecordFormat(pack_nvfp4, unpack_nvfp4, qdq_nvfp4, record_bytes_nvfp4)
+INDEX_KEY = RecordFormat(pack_mxfp4, unpack_mxfp4, qdq_mxfp4, record_bytes_mxfp4)
 
 
 @flax.struct.dataclass

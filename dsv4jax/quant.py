@@ -10,9 +10,13 @@ is their composition: what a cache returns is by construction what the model's o
 | nvfp4  | E2M1 | E4M3 per 16  | n/2 + n/16 bytes (compressed entry) |
 
 Elements come first in a record, scales after; of two E2M1 codes in a byte the even channel has the low nibble.
+For training the gradient of `qdq_*` is the identity (straight-through); `pack_*` have none.
 Groups with NaN or infinity have unspecified content; nothing else is affected by them.
 """
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -80,8 +84,7 @@ def pack_mxfp4(x: Float[Array, "... n"]) -> UInt8[Array, "... bytes"]:
     A scale is NaN (byte 255) exactly where a channel of its group is infinite and none is NaN; a group with a NaN has
     unspecified finite values. Normalised and rotated index keys are finite or NaN, so that no cache holds a 255.
     """
-    code, scale = _encode_mxfp4(x)
-    return jnp.concatenate([pack_nibbles(code), _e8m0_encode(scale)], -1)
+    return jnp.concatenate(encode_mxfp4(x), -1)
 
 
 def unpack_mxfp4(record: UInt8[Array, "... bytes"], dtype: DTypeLike) -> Float[Array, "... n"]:
@@ -136,6 +139,29 @@ def record_bytes_mxfp4(n: int) -> int:
 def record_bytes_nvfp4(n: int) -> int:
     """Bytes of one `pack_nvfp4` record of n channels."""
     return n // 2 + n // NVFP4_BLOCK
+
+
+def encode_fp8_blocks(
+    x: Float[Array, "rows cols"], block: tuple[int, int]
+) -> tuple[Float[Array, "rows cols"], UInt8[Array, "row_blocks col_blocks"]]:
+    """E4M3 elements and UE8M0 scales of a weight, which `dequantize_blocks` decodes (section 5.4).
+
+    The scale of a block is the smallest power of two that keeps its elements within the format; edge blocks may be
+    partial.
+    """
+    rows, cols = x.shape
+    padded = jnp.pad(x.astype(jnp.float32), [(0, -n % b) for n, b in zip(x.shape, block, strict=True)])
+    blocks = padded.reshape(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
+    amax = jnp.max(jnp.abs(blocks), (1, 3), keepdims=True)
+    scale = _power_of_two_above(jnp.maximum(amax, 2.0**-100) * jnp.float32(1 / 448))
+    elements = jnp.clip(blocks * _inverse(scale), -448, 448).astype(jnp.float8_e4m3fn)
+    return elements.reshape(padded.shape)[:rows, :cols], _e8m0_encode(scale[:, 0, :, 0])
+
+
+def encode_mxfp4(x: Float[Array, "... n"]) -> tuple[UInt8[Array, "... n//2"], UInt8[Array, "... n//32"]]:
+    """E2M1 pairs and UE8M0 scales per 32 channels, apart as a weight has them (section 5.4); 32 divides `n`."""
+    code, scale = _encode_mxfp4(x)
+    return pack_nibbles(code), _e8m0_encode(scale)
 
 
 def _encode_fp8(x: Array) -> tuple[Array, Array]:
@@ -201,10 +227,20 @@ def _scaled(elements: Array, scale: Array, dtype: DTypeLike) -> Array:
     return (groups * scale[..., None]).reshape(elements.shape).astype(dtype)
 
 
-def _any_width(through, x: Array, size: int) -> Array:
+def _any_width(through: Callable[[Array], Array], x: Array, size: int) -> Array:
     n = x.shape[-1]
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % size)])
-    return through(padded)[..., :n].astype(x.dtype)
+
+    def padded(x):
+        return through(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % size)]))[..., :n].astype(x.dtype)
+
+    return straight_through(padded, x)
+
+
+def straight_through(rounding: Callable[[Array], Array], x: Array) -> Array:
+    """rounding(x), of the shape and type of x, with the gradient of x itself."""
+    rounded = jax.custom_jvp(rounding)
+    rounded.defjvp(lambda primals, tangents: (rounding(*primals), *tangents))
+    return rounded(x)
 
 
 def ceil_div(a: int, b: int) -> int:

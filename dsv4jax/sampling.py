@@ -12,13 +12,15 @@ which position; the next step, whose first position says how much of that was ac
 A rejected draft is thus never counted and nothing has to be undone.
 
 Nothing depends on the batch a request is in: its noise comes from its own seed and the position of the token
-being sampled, its filters from its own logits. Noise, filters and top log-probabilities cost nothing when no
-request of the batch uses them (`lax.cond`); the bits of the allowed tokens are read in the same pass as the penalties'
-rows, of whose bytes they are a fiftieth. No setting changes a shape, so none recompiles.
+being sampled, its filters from its own logits. On a CPU, noise, filters and top log-probabilities cost nothing when no
+request of the batch uses them; on a GPU they are always computed (see `where_needed`). The bits of the allowed tokens
+are read in the same pass as the penalties' rows, of whose bytes they are a fiftieth. No setting changes a shape, so
+none recompiles.
 """
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -29,6 +31,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling_settings import MAX_TOP_LOGPROBS, SETTINGS_ROW, RequestSampling, check_integer, check_number
+from pallas_kernels.topk import topk
 
 _FLOAT32 = np.finfo(np.float32)
 _ALL_ALLOWED = np.uint32(0xFFFFFFFF)
@@ -346,7 +349,7 @@ def with_logprobs(
     def none():
         return jnp.zeros_like(wanted, jnp.int32), jnp.zeros_like(wanted, jnp.float32)
 
-    top_tokens, top_logprobs = lax.cond(jnp.any(wanted), lambda: _top_logprobs(logits, log_total), none)
+    top_tokens, top_logprobs = where_needed(jnp.any(wanted), lambda: _top_logprobs(logits, log_total), none)
     return Sampled(
         tokens=jnp.where(valid, tokens, 0),
         logprobs=jnp.where(valid, logprobs, 0.0),
@@ -384,10 +387,12 @@ def _logprobs_of(
 def _top_logprobs(
     logits: Float32[Array, "*rows vocab"], log_total: Float32[Array, "*rows"]
 ) -> tuple[Int32[Array, "*rows 20"], Float32[Array, "*rows 20"]]:
-    """The most probable tokens, best first; token 0 and -inf beyond the vocabulary."""
-    values, ids = lax.top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
-    missing = [(0, 0)] * (values.ndim - 1) + [(0, MAX_TOP_LOGPROBS - values.shape[-1])]
-    return jnp.pad(ids, missing), jnp.pad(values - log_total[..., None], missing, constant_values=-jnp.inf)
+    """The most probable tokens, best first, ties to the smaller id; token 0 and -inf where there are no more."""
+    ids = topk(logits.reshape(-1, logits.shape[-1]), MAX_TOP_LOGPROBS).reshape(*logits.shape[:-1], MAX_TOP_LOGPROBS)
+    values = jnp.take_along_axis(logits, jnp.maximum(ids, 0), axis=-1)
+    order = jnp.argsort(jnp.where(ids < 0, jnp.inf, -values), axis=-1, stable=True)
+    ids, values = (jnp.take_along_axis(a, order, axis=-1) for a in (ids, values))
+    return jnp.maximum(ids, 0), jnp.where(ids < 0, -jnp.inf, values) - log_total[..., None]
 
 
 def draws_at_random(params: SamplingParams) -> Bool[Array, "requests"]:
@@ -409,7 +414,23 @@ def choose_tokens(
         noise = gumbel_noise(params, positions + 1, adjusted.shape[-1])
         return jnp.argmax(jnp.where(random[..., None], scores + noise, scores), axis=-1)
 
-    return lax.cond(jnp.any(random), draw, lambda: jnp.argmax(adjusted, axis=-1)).astype(jnp.int32)
+    return where_needed(jnp.any(random), draw, lambda: jnp.argmax(adjusted, axis=-1)).astype(jnp.int32)
+
+
+def where_needed(needed: Bool[Array, ""], compute: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """compute() if `needed`, else otherwise(): arrays of the same shapes.
+
+    On a GPU both are computed. There the host decides a conditional: it waits until the device has come that far, and
+    could not send the next step meanwhile.
+    """
+
+    def by_branch():
+        return lax.cond(needed, compute, otherwise)
+
+    def by_choice():
+        return jax.tree.map(lambda a, b: jnp.where(needed, a, b), compute(), otherwise())
+
+    return lax.platform_dependent(default=by_branch, cuda=by_choice)
 
 
 def gumbel_noise(
@@ -447,7 +468,7 @@ def filtered_logits(
     everything = (jnp.full_like(rank[..., :1], 2**32 - 1), jnp.full_like(rank[..., :1], vocab))
     top_k = jnp.broadcast_to(params.top_k[:, None, None], random.shape)
     limited = random & (top_k > 0) & (top_k < vocab)
-    first_k = lax.cond(
+    first_k = where_needed(
         jnp.any(limited),
         lambda: _shortest_prefix(rank, jnp.ones_like(rank, jnp.int32), jnp.where(limited, top_k, vocab)),
         lambda: everything,
@@ -467,7 +488,7 @@ def filtered_logits(
         last_rank, last_id = _shortest_prefix(rank, weight, jnp.clip(share, 1, total))
         return jnp.where(nucleus, last_rank, everything[0]), jnp.where(nucleus, last_id, everything[1])
 
-    kept &= _in_prefix(rank, lax.cond(jnp.any(nucleus), first_p, lambda: everything))
+    kept &= _in_prefix(rank, where_needed(jnp.any(nucleus), first_p, lambda: everything))
     kept &= distance <= -jnp.log(params.min_p)[:, None, None]
     return jnp.where(random, jnp.where(kept, -distance, -jnp.inf), adjusted)
 
@@ -508,7 +529,7 @@ def _shortest_prefix(
 
     last_rank = largest(32, lambda bound: lacks(rank < bound))
     tied = rank == last_rank
-    last_id = lax.cond(
+    last_id = where_needed(
         jnp.any(jnp.sum(tied, axis=-1) > 1),
         lambda: largest((vocab - 1).bit_length(), lambda bound: lacks((rank < last_rank) | (tied & (ids < bound)))),
         lambda: jnp.full_like(required, vocab, jnp.uint32),

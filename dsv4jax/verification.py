@@ -25,7 +25,6 @@ from typing import Literal
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from dsv4jax.sampling import (
@@ -38,6 +37,7 @@ from dsv4jax.sampling import (
     gumbel_noise,
     log_totals,
     noise_key,
+    where_needed,
     with_logprobs,
 )
 
@@ -88,7 +88,7 @@ def draw_drafts(
         noise = gumbel_noise(source, positions[:, None], logits.shape[-1])[:, 0]
         return jnp.argmax(jnp.where(random[:, None], _tempered(logits, params) + noise, logits), axis=-1)
 
-    return lax.cond(jnp.any(random), draw, lambda: jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    return where_needed(jnp.any(random), draw, lambda: jnp.argmax(logits, axis=-1)).astype(jnp.int32)
 
 
 def verify(
@@ -157,7 +157,7 @@ def verify(
     if draft_logits is None:
         accepted, following = _where_equal(block, choose_tokens(adjusted, random, params, positions))
     else:
-        accepted, following = lax.cond(
+        accepted, following = where_needed(
             jnp.any(random),
             lambda: _at_random(block, adjusted, draft_logits, random, params, positions, method),
             lambda: _where_equal(block, jnp.argmax(adjusted, axis=-1).astype(jnp.int32)),

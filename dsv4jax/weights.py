@@ -83,7 +83,14 @@ class Mxfp4Weight:
     scale: Any
 
 
-Weight = DenseWeight | Fp8Weight | Mxfp4Weight
+@flax.struct.dataclass
+class RoundedWeight:
+    """A quantised weight in training: the values [..., out, in] that its stored form decodes to, with a gradient."""
+
+    weight: Any
+
+
+Weight = DenseWeight | Fp8Weight | Mxfp4Weight | RoundedWeight
 
 
 def declare_array(shape: tuple[int, ...], stored: str, axes: tuple[str | None, ...], **kwargs: Any) -> nnx.Param:
@@ -128,7 +135,7 @@ def dequantize(weight: Weight | nnx.Param, dtype: DTypeLike) -> Float[Array, "..
     """The values of a weight (section 5.4); exact in bfloat16 for every stored format."""
     weight = unboxed(weight)
     match weight:
-        case DenseWeight():
+        case DenseWeight() | RoundedWeight():
             return weight.weight.astype(dtype)
         case Fp8Weight():
             return dequantize_blocks(weight.weight, weight.scale, weight.block, dtype)

@@ -3,21 +3,32 @@
 python scripts/generate.py --prompt "Once upon a time"
 python scripts/generate.py --model /path/to/checkpoint --chat "What is a latent?" --temperature 0.6 --seed 1
 python scripts/generate.py --messages conversation.json
+python scripts/generate.py --executables /path/to/exported --prompt "Once upon a time"
 """
 
-import importlib.resources
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from absl import app, flags, logging
+from executables import (
+    EXECUTABLES,
+    check_flags,
+    load_exported,
+    load_exported_params,
+    model_directory,
+    use_virtual_devices,
+)
 
 from dsv4jax.chat import ReplyParser, encode_chat
 from dsv4jax.checkpoint.engram_tables import HostEngramTables
-from dsv4jax.checkpoint.load import load_params
+from dsv4jax.checkpoint.load import compressed_ids, load_params
 from dsv4jax.config import ModelConfig
+from dsv4jax.engine.generating import EngineGenerator
 from dsv4jax.generate import Generator
 from dsv4jax.implementation import with_implementation
 from dsv4jax.numerics import FAST, REFERENCE
@@ -128,7 +139,9 @@ def _run() -> None:
     sampling = RequestSampling(
         temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value, min_p=_MIN_P.value, seed=_SEED.value
     )
-    model = Path(_MODEL.value) if _MODEL.value else importlib.resources.files("dsv4jax") / "default_model"
+    if EXECUTABLES.value:
+        use_virtual_devices(check_flags((_NUMERICS, _IMPLEMENTATION, _REPLAY, _ENGRAM)))
+    model = model_directory(_MODEL.value)
     cfg = ModelConfig.from_checkpoint(model)
     tokenizer = Tokenizer.from_checkpoint(model)
     prompts = [tokenizer.encode(text) for text in texts]
@@ -136,6 +149,27 @@ def _run() -> None:
     titles = [repr(text) for text in texts] + [repr(chat[-1].get("content")) for chat in chats]
     writers = [_Completion(tokenizer) for _ in texts]
     writers += [_Reply(tokenizer, p) for p in prompts[len(texts) :]]
+    screen = _Screen(titles)
+    left = [_MAX_TOKENS.value] * len(prompts)
+    with contextlib.ExitStack() as stack:
+        generate = _exported if EXECUTABLES.value else _compiled
+        for index, token in generate(stack, model, cfg, tokenizer, prompts, sampling):
+            left[index] -= 1
+            end = token == tokenizer.eos_id
+            text = "" if end else writers[index].push(token)
+            done = end or left[index] == 0
+            screen.write(index, text + (writers[index].finish() if done else ""), done)
+
+
+def _compiled(
+    _: contextlib.ExitStack,
+    model: Path,
+    cfg: ModelConfig,
+    tokenizer: Tokenizer,
+    prompts: list[np.ndarray],
+    sampling: RequestSampling,
+) -> Iterator[tuple[int, int]]:
+    """(prompt, token) of all prompts, interleaved, by programs made for them; then the summary."""
     on_device = _ENGRAM.value == "device"
     numerics, _ = with_implementation(FAST if _NUMERICS.value == "fast" else REFERENCE, _IMPLEMENTATION.value, cfg)
 
@@ -156,16 +190,10 @@ def _run() -> None:
         replay=_REPLAY.value,
         tables=None if on_device else HostEngramTables(model, cfg),
     )
-    screen = _Screen(titles)
-    left = [_MAX_TOKENS.value] * len(prompts)
     first = None
     for index, token, _ in generator.run():
         first = first or time.perf_counter()
-        left[index] -= 1
-        end = token == tokenizer.eos_id
-        text = "" if end else writers[index].push(token)
-        done = end or left[index] == 0
-        screen.write(index, text + (writers[index].finish() if done else ""), done)
+        yield index, token
 
     t = generator.timing
     print(
@@ -174,6 +202,46 @@ def _run() -> None:
         f" {numerics.implementation} implementation, {_REPLAY.value} replay\n"
         f"first token {first - loading:.1f} s after start of loading: loading {loaded - loading:.1f} s, compiling"
         f" {t.compile_seconds:.1f} s",
+        file=sys.stderr,
+    )
+
+
+def _exported(
+    stack: contextlib.ExitStack,
+    model: Path,
+    cfg: ModelConfig,
+    tokenizer: Tokenizer,
+    prompts: list[np.ndarray],
+    sampling: RequestSampling,
+) -> Iterator[tuple[int, int]]:
+    """The same by exported programs."""
+    loading = time.perf_counter()
+    exported = load_exported(stack, cfg)
+    on_device = exported.shape.tables_on_device
+    tables = () if on_device else (HostEngramTables(model, cfg), compressed_ids(tokenizer, cfg))
+    programs = exported.programs(*tables)
+    loaded = time.perf_counter()
+    params = load_exported_params(exported, _MODEL.value, cfg)
+    placed = time.perf_counter()
+    generator = EngineGenerator(
+        exported.shape,
+        programs,
+        params,
+        prompts,
+        max_tokens=_MAX_TOKENS.value,
+        sampling=sampling,
+        eos_id=tokenizer.eos_id,
+        usable_ids=min(tokenizer.vocab_size, cfg.vocab_size),
+    )
+    first, count = None, 0
+    for index, tokens, _ in generator.run():
+        first, count = first or time.perf_counter(), count + len(tokens)
+        yield from ((index, token) for token in tokens)
+    print(
+        f"\n{generator.prompt_tokens} tokens of {len(prompts)} prompts run and {count} generated in {generator.steps}"
+        f" steps of {generator.seconds:.2f} s in all\n"
+        f"first token {first - loading:.1f} s after start of loading: programs {loaded - loading:.1f} s, weights"
+        f" {placed - loaded:.1f} s",
         file=sys.stderr,
     )
 

@@ -1,6 +1,16 @@
 """Meshes, sharding rules, and what devices exchange. Nothing outside this package names a mesh axis."""
 
-from sharding.layout import SINGLE, Layout, decode_dep, emulated_rank, latency, prefill_dep, single
+from sharding.layout import (
+    PRESETS,
+    SINGLE,
+    Layout,
+    decode_dep,
+    emulated_rank,
+    latency,
+    prefill_dep,
+    preset,
+    single,
+)
 from sharding.placement import ExpertPlacement
 from sharding.rules import (
     ShardingRules,
@@ -10,9 +20,11 @@ from sharding.rules import (
     padded_shape,
     sharding_for,
     tensor_parallel,
+    tracing_for,
 )
 
 __all__ = [
+    "PRESETS",
     "SINGLE",
     "ExpertPlacement",
     "Layout",
@@ -25,7 +37,9 @@ __all__ = [
     "make_mesh",
     "padded_shape",
     "prefill_dep",
+    "preset",
     "sharding_for",
     "single",
     "tensor_parallel",
+    "tracing_for",
 ]

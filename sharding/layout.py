@@ -171,3 +171,21 @@ def latency(n: int) -> Layout:
     layer. Errors as `prefill_dep`.
     """
     return Layout(make_mesh(n), tensor_parallel(), data_parallel=False)
+
+
+PRESETS = ("single", "prefill_dep", "decode_dep", "latency")
+
+
+def preset(name: str, devices: int) -> Layout:
+    """The layout of a preset, by its name, over so many devices.
+
+    Raises:
+      ValueError: there is no such preset, "single" has more than one device, or there are fewer devices.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset = {name!r}: must be one of {PRESETS}")
+    if name == "single":
+        if devices != 1:
+            raise ValueError(f"devices = {devices}: the preset 'single' has 1")
+        return single()
+    return {"prefill_dep": prefill_dep, "decode_dep": decode_dep, "latency": latency}[name](devices)

@@ -1,9 +1,10 @@
 """Which mesh axis shards which logical axis of an array, and the mesh that goes with it."""
 
+import contextlib
 import dataclasses
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 RANK_AXIS = "rank"
 _PADDED = ("engram_rows",)
@@ -53,6 +54,14 @@ def make_mesh(devices: int, axis: str = RANK_AXIS) -> Mesh:
 def abstract_mesh(devices: int) -> AbstractMesh:
     """The mesh of `make_mesh` without devices, for computing with shapes."""
     return AbstractMesh((devices,), (RANK_AXIS,), axis_types=(AxisType.Explicit,))
+
+
+def tracing_for(platform: str, device_kind: str) -> contextlib.AbstractContextManager[object]:
+    """Within it, what is traced is for one device of a kind that need not be here, as "cuda" and "NVIDIA H200"."""
+    # Hopper GPUs have 132 multiprocessors; no kernel asks how many there are.
+    device = AbstractDevice(device_kind=device_kind, platform=platform, num_cores=132)
+    mesh = AbstractMesh((1,), (RANK_AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def padded_shape(

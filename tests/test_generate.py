@@ -106,13 +106,7 @@ def test_the_command_writes_completions_and_replies_of_one_batch(tmp_path):
     ("arguments", "message"),
     [
         ([], "nothing to do"),
-        (["--prompt=x", "--model=/no/such/checkpoint"], "no config.json in '/no/such/checkpoint'"),
-        (["--prompt=x", "--max_tokens=20000"], "exceeds the model's context of 16384 tokens"),
-        (["--prompt="], "prompt 0 is empty"),
-        (["--prompt=x", "--top_p=0"], "top_p must be a number above 0"),
-        (["--messages=/no/such/file"], "--messages=/no/such/file"),
         (["--prompt=x", "--numerics=fp64"], "value should be one of <reference|fast>"),
-        (["--prompt=x", "--implementation=pallas"], 'error: implementation = "pallas": the device is cpu'),
         (["--prompt=x", "--max_tokens=many"], "max_tokens"),
         (["--prompt=x", "stray"], "unexpected arguments: ['stray']"),
     ],
@@ -122,3 +116,42 @@ def test_the_command_refuses_bad_input_clearly(arguments, message):
     assert run.returncode != 0
     assert message in run.stderr + run.stdout
     assert "Traceback" not in run.stderr
+
+
+# Calls the command as often as it is told, in one process; prints what it ends with.
+ENDS = """
+import json, sys
+from absl import flags
+from absl.testing import flagsaver
+sys.path.insert(0, sys.argv[1])
+import generate
+
+for arguments in json.loads(sys.argv[2]):
+    with flagsaver.flagsaver():
+        flags.FLAGS(["generate", *arguments])
+        try:
+            generate.main(["generate"])
+        except SystemExit as end:
+            print(json.dumps(end.code))
+"""
+
+
+def test_what_cannot_be_generated_is_refused_in_one_line():
+    refusals = {
+        ("--prompt=x", "--model=/no/such/checkpoint"): "no config.json in '/no/such/checkpoint'",
+        ("--prompt=x", "--max_tokens=20000"): "exceeds the model's context of 16384 tokens",
+        ("--prompt=",): "prompt 0 is empty",
+        ("--prompt=x", "--top_p=0"): "top_p must be a number above 0",
+        ("--messages=/no/such/file",): "--messages=/no/such/file",
+        ("--prompt=x", "--implementation=pallas"): 'error: implementation = "pallas": the device is cpu',
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", ENDS, str(SCRIPT.parent), json.dumps([*refusals])],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert run.returncode == 0, run.stderr
+    ends = [json.loads(line) for line in run.stdout.splitlines()]
+    for message, end in zip(refusals.values(), ends, strict=True):
+        assert end.startswith("error: ") and message in end

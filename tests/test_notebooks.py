@@ -8,10 +8,11 @@ import pytest
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 NAMES = sorted(p.stem for p in NOTEBOOKS.glob("*.ipynb"))
+IMAGES = {"exported_executables": 1, "step_functions": 2}
 
 
-def test_there_is_a_notebook():
-    assert "step_functions" in NAMES
+def test_every_notebook_is_known():
+    assert sorted(IMAGES) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -27,4 +28,4 @@ def test_it_runs(name):
     notebook = jupytext.read(NOTEBOOKS / f"{name}.py")
     nbclient.NotebookClient(notebook, timeout=500, kernel_name="python3").execute()
     images = [o for c in notebook.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
-    assert len(images) == 2
+    assert len(images) == IMAGES[name]

@@ -6,7 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from hopper import hopper_mesh, on_hopper
+from hopper import decided_by_the_host, hopper_mesh, on_hopper
 
 from dsv4jax.batch import (
     DecodeBucket,
@@ -48,7 +48,9 @@ def test_the_steps_lower_for_hopper(step, numerics):
         batch, run = prefill_batch(CFG, CACHE, [chunk], bucket), prefill_step
     with on_hopper():
         traced = run.trace(param_shapes(CFG, numerics), cache, batch, cfg=CFG, numerics=numerics)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert not decided_by_the_host(lowered)
+    text = lowered.as_text()
     kernels = text.count("custom_call @mosaic_gpu")
     # Each once for all layers that call it with the same shapes.
     assert 10 <= kernels <= 36

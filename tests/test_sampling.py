@@ -305,6 +305,32 @@ def test_each_field_has_an_effect_and_its_no_op_value_none(field, value, no_op):
     assert not same(run(**{field: value}), run())
 
 
+def test_what_is_computed_whether_needed_or_not_is_the_same(monkeypatch):
+    """GPUs compute filters, noise and top log-probabilities of every batch, CPUs where a request wants them."""
+    rng = np.random.default_rng(0)
+    requests = [
+        RequestSampling(temperature=0.0),
+        RequestSampling(temperature=0.8, top_k=7, seed=1, top_logprobs=5),
+        RequestSampling(top_p=0.7, min_p=0.05, seed=2),
+    ]
+    # Few values: ties.
+    logits = rng.integers(-4, 5, (3, 2, VOCAB)).astype(np.float32)
+    state = sampling.init_sampling_state(SLOTS, VOCAB, RING)
+    positions = np.tile(np.arange(2, dtype=np.int32), (3, 1))
+    slots, tokens, valid = np.arange(3, dtype=np.int32), np.zeros((3, 2), np.int32), np.ones((3, 2), bool)
+
+    def run(some):
+        params = sampling_params([requests[i] for i in some], 3)
+        return jax.jit(lambda *a: sampling.sample(*a))(logits, state, params, slots, tokens, positions, valid)
+
+    batches = ([0, 1, 2], [0, 0, 0], [2, 2, 0])
+    by_branch = [run(some) for some in batches]
+    monkeypatch.setattr(sampling.lax, "platform_dependent", lambda *args, default, cuda: cuda(*args))
+    for some, want in zip(batches, by_branch, strict=True):
+        for got, expected in zip(jax.tree.leaves(run(some)), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
 def test_defaults_leave_the_logits_as_they_are():
     logits = (np.random.default_rng(6).normal(size=(4, RING, VOCAB)) * 10).astype(np.float32)
     logits[0, 0, 3] = -np.inf

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-_COMPANIONS = ("config.json", "tokenizer.json", "tokenizer_config.json")
+COMPANIONS = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 @contextlib.contextmanager
@@ -36,8 +36,8 @@ def companion_files(checkpoint: str | Path) -> dict[str, bytes]:
     Raises:
       FileNotFoundError: one of the two is missing.
     """
-    found = {name: Path(checkpoint) / name for name in _COMPANIONS if (Path(checkpoint) / name).is_file()}
-    for name in _COMPANIONS[:2]:
+    found = {name: Path(checkpoint) / name for name in COMPANIONS if (Path(checkpoint) / name).is_file()}
+    for name in COMPANIONS[:2]:
         if name not in found:
             raise FileNotFoundError(f"no {name} in {str(checkpoint)!r}: not a complete checkpoint directory")
     return {name: file.read_bytes() for name, file in found.items()}

@@ -112,6 +112,44 @@ def stream_snapshot(path: str | Path, cfg: ModelConfig) -> Iterator[tuple[str, n
     return stream()
 
 
+def save_arrays(path: str | Path, arrays: Iterable[tuple[str, Any]]) -> None:
+    """Writes arrays by name, as they are and without anything beside them; memory as `save_snapshot`.
+
+    Args:
+      path: must not exist.
+    """
+    with _context(_GROUP_BYTES):
+        target = Path(path).absolute()
+        for group in _groups(arrays, lambda array: array.nbytes):
+            ocp.partial.save(target, dict(group))
+            del group
+        ocp.partial.finalize(target)
+
+
+def load_arrays(path: str | Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The arrays of `save_arrays`, each with the sharding that is wanted of it: every device reads its part.
+
+    Raises:
+      FileNotFoundError: there are none.
+      ValueError: others are stored than are wanted; names them.
+    """
+    target = Path(path).absolute()
+    if not target.is_dir():
+        raise FileNotFoundError(f"no arrays in {str(path)!r}")
+    found = ocp.metadata(target).metadata
+    problems = [f"{name!r} is missing" for name in wanted if name not in found]
+    problems += [f"{name!r} is not wanted" for name in found if name not in wanted]
+    for name, array in wanted.items():
+        if name in found and (tuple(found[name].shape), np.dtype(found[name].dtype)) != (array.shape, array.dtype):
+            problems.append(
+                f"{name!r} is {found[name].dtype} {list(found[name].shape)}, expected {array.dtype} {list(array.shape)}"
+            )
+    if problems:
+        raise ValueError(f"{str(path)!r} holds other arrays: {'; '.join(problems[:10])}")
+    with _context(max(_GROUP_BYTES, *(array.size * array.dtype.itemsize for array in wanted.values()))):
+        return ocp.load(target, dict(wanted))
+
+
 def checkpoint_to_snapshot(checkpoint: str | Path, path: str | Path, *, progress: bool = True) -> None:
     """Converts a safetensors checkpoint; memory and errors as `save_snapshot` and `stream_params`."""
     cfg = ModelConfig.from_checkpoint(checkpoint)
@@ -131,7 +169,7 @@ def snapshot_to_checkpoint(
       ValueError: as `load_snapshot`.
     """
     cfg = ModelConfig.from_checkpoint(path)
-    tensors = _tensors(_counted(stream_snapshot(path, cfg), cfg, progress), cfg)
+    tensors = stored_tensors(_counted(stream_snapshot(path, cfg), cfg, progress), cfg)
     files = companion_files(path)
     write_checkpoint(checkpoint, checkpoint_inventory(cfg), tensors, shard_bytes=shard_bytes, files=files)
 
@@ -195,7 +233,7 @@ def _groups(items: Iterable[tuple[str, Any]], size: Any) -> Iterator[list[tuple[
     yield group
 
 
-def _tensors(leaves: Iterable[tuple[str, np.ndarray]], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+def stored_tensors(leaves: Iterable[tuple[str, np.ndarray]], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """The checkpoint's tensors behind leaves, in their stored types."""
     specs = dict(named_leaves(abstract_params(cfg)))
     for name, values in leaves:

@@ -75,10 +75,12 @@ def memory_plan(
     draft_expert_slots: int | None = None,
     workspace: int | None = None,
     fraction: float = 0.9,
+    packed: bool = False,
 ) -> MemoryPlan:
     """The plan of each device of a layout, which are free of the engine's parts still; the fullest one decides.
 
-    `cache_cfg` is that of one rank. Devices without memory of their own have equal shares of the host's.
+    `cache_cfg` is that of one rank. `packed` says that weights are loaded as the kernels take them. Devices without
+    memory of their own have equal shares of the host's.
     """
     slots = {"expert_slots": expert_slots, "draft_expert_slots": draft_expert_slots}
     everything, without_tables = (
@@ -99,7 +101,7 @@ def memory_plan(
         windows=_array_bytes(per_slot),
         sampling=_array_bytes((cache.sampling, cache.drafts)),
         workspace=workspace,
-        packing=packing_bytes(cfg, layout) if numerics.implementation == "pallas" else 0,
+        packing=packing_bytes(cfg, layout) if numerics.implementation == "pallas" and not packed else 0,
         free=free,
         fraction=fraction,
     )

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling import request_rows
 from dsv4jax.speculation import draft_step, speculative_step
+from dsv4jax.step_flags import STEP_OPTIONS
 from dsv4jax.steps import decode_step, prefill_step, set_allowed_tokens, start_request
 from sharding import SINGLE, ExpertPlacement, Layout
 from sharding.placement import initial_owners, placement_from_owners
@@ -46,6 +47,9 @@ class DraftBucket:
 
 
 Bucket = PrefillBucket | DecodeBucket | DraftBucket
+ProgramKey = Bucket | tuple[int, int] | Literal["cache", "start"]
+"""Which program of an engine: the step of a bucket, `set_allowed_tokens` of so many rows and of masks for so many
+places, or one of the other two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +140,94 @@ def make_buckets(
     )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A jitted function, and the shapes (types, shardings) of its arguments that it is to be compiled for."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    """Of parameters, cache and batch, or of the cache and others, as the function takes them."""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Of arrays by keyword."""
+    static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the function is compiled with, see `dsv4jax.step_flags`."""
+
+    def lower(self) -> jax.stages.Lowered:
+        """Traces the function."""
+        return _lower(self.function, *self.arguments, **self.options, **self.static)
+
+
+def list_programs(
+    cfg: ModelConfig,
+    cache_cfg: CacheConfig,
+    buckets: Buckets,
+    numerics: Numerics,
+    layout: Layout = SINGLE,
+    tables: EngramTables | None = None,
+    token_map: np.ndarray | None = None,
+    params: Params | None = None,
+    expert_slots: int | None = None,
+    draft_expert_slots: int | None = None,
+) -> dict[ProgramKey, Program]:
+    """Every program of an engine, from shapes alone; arguments as those of `Programs`."""
+    slots = {"expert_slots": expert_slots, "draft_expert_slots": draft_expert_slots}
+    if params is None:
+        params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None, **slots)
+    empty_cache = functools.partial(init_cache, cfg, cache_cfg, numerics, layout)
+    cache = _shapes(jax.eval_shape(empty_cache), layout)
+    static: dict[str, Any] = {"cfg": cfg, "numerics": numerics, "layout": layout}
+    placements = {name: _placement_shapes(layout, *sizes) for name, sizes in moving_experts(cfg, **slots).items()}
+    programs: dict[ProgramKey, Program] = {"cache": Program(jax.jit(empty_cache, out_shardings=layout.by_rank), ())}
+    for bucket in buckets.steps:
+        batches = batch_shapes(cfg, cache_cfg, bucket, layout, tables, token_map)
+        options: dict[str, Any] = {name: placements[name] for name in placement_names(bucket) if name in placements}
+        if bucket in buckets.verify:
+            options["step_seconds"] = equal_costs(bucket)
+        programs[bucket] = Program(step_function(bucket), (params, cache, batches), options, static, STEP_OPTIONS)
+    row = np.int32(0), *request_rows(np.zeros(1, np.int32), (), {}, cfg.vocab_size), np.int32(1)
+    start = _shapes(start_rows([row] * layout.ranks, layout), layout)
+    programs["start"] = Program(start_request, (cache, *start), static={"layout": layout})
+    words = ceil_div(cfg.vocab_size, 32)
+    for n, places in mask_programs(cfg, cache_cfg, buckets):
+        rows = np.zeros(layout.ranks * n, np.int32), np.zeros((layout.ranks * n, places, words), np.uint32)
+        arguments = cache, *_shapes(rows, layout)
+        programs[n, places] = Program(set_allowed_tokens, arguments, static={"layout": layout})
+    return programs
+
+
+def mask_programs(cfg: ModelConfig, cache_cfg: CacheConfig, buckets: Buckets) -> list[tuple[int, int]]:
+    """Rows, and places with masks of their own, of each program of `set_allowed_tokens`."""
+    return [*itertools.product(buckets.masks, sorted({1, mask_places(cfg, cache_cfg)}))]
+
+
+def moving_experts(
+    cfg: ModelConfig, expert_slots: int | None, draft_expert_slots: int | None
+) -> dict[str, tuple[int, int, int]]:
+    """Layers, experts and slots of a rank, by the placement that says where the experts are; of those that move."""
+    sizes = {
+        "placement": (cfg.num_hidden_layers, cfg.n_routed_experts, expert_slots),
+        "draft_placement": (cfg.num_nextn_predict_layers, cfg.dspark_n_routed_experts, draft_expert_slots),
+    }
+    return {name: (layers, experts, slots) for name, (layers, experts, slots) in sizes.items() if slots is not None}
+
+
+def compile_programs(
+    lowered: Mapping[ProgramKey, Callable[[], jax.stages.Lowered]], progress: bool = True
+) -> dict[ProgramKey, Any]:
+    """Compiles what the functions lower, several programs at a time.
+
+    They are lowered one after the other: kernels carry numbers in the order of their lowering, and a persistent cache
+    finds a program again only if these are the same.
+    """
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        futures = {key: pool.submit(lower().compile) for key, lower in lowered.items()}
+        waiting = tqdm(futures.items(), desc="compiling", unit="program", disable=not progress)
+        return {key: future.result() for key, future in waiting}
+
+
 class Programs:
-    """Compiles every bucket for a model, from shapes alone: weights need not be loaded.
+    """The programs of an engine for a model, compiled from shapes alone: weights need not be loaded.
 
     A program runs a step of all ranks of the layout, each with a batch of the same bucket.
 
@@ -160,6 +250,7 @@ class Programs:
         draft_expert_slots: int | None = None,
         forced_acceptance: Float32[np.ndarray, " drafts"] | None = None,
         progress: bool = True,
+        compiled: Mapping[ProgramKey, Any] | None = None,
     ):
         """Compiles.
 
@@ -171,51 +262,31 @@ class Programs:
           expert_slots, draft_expert_slots: of each rank, for the experts of a backbone layer and of a draft stage; the
             steps of these then take an `ExpertPlacement`. None for experts that stay where they are.
           forced_acceptance: for benchmarks only, of every step with drafts; see `speculative_step`.
+          compiled: the programs, from `dsv4jax.export`; then nothing is traced and nothing compiled.
         """
         self.cfg, self.cache_cfg, self.buckets, self.numerics = cfg, cache_cfg, buckets, numerics
         self.layout, self.tables, self._token_map = layout, tables, token_map
-        slots = {"expert_slots": expert_slots, "draft_expert_slots": draft_expert_slots}
-        if params is None:
-            params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None, **slots)
-        empty_cache = functools.partial(init_cache, cfg, cache_cfg, numerics, layout)
-        cache = _shapes(jax.eval_shape(empty_cache), layout)
         self._nothing = {b: self.batch([], b) for b in buckets.steps}
         # Until they are measured, all totals cost the same: then every draft that may be accepted is verified.
-        self._step_seconds = {b: np.ones(b.requests * b.tokens_per_request + 1, np.float32) for b in buckets.verify}
+        self._step_seconds = {b: equal_costs(b) for b in buckets.verify}
         self._forced = {} if forced_acceptance is None else {"forced_acceptance": forced_acceptance}
-        static: dict[str, Any] = {"cfg": cfg, "numerics": numerics, "layout": layout}
-        stacks = {
-            "placement": (cfg.num_hidden_layers, cfg.n_routed_experts, expert_slots),
-            "draft_placement": (cfg.num_nextn_predict_layers, cfg.dspark_n_routed_experts, draft_expert_slots),
-        }
-        stacks = {name: sizes for name, sizes in stacks.items() if sizes[-1] is not None}
-        placements = {name: _placement_shapes(layout, *sizes) for name, sizes in stacks.items()}
-        jobs: dict[Any, Callable[[], Any]] = {
-            "cache": functools.partial(_lower, jax.jit(empty_cache, out_shardings=layout.by_rank))
-        }
-        for bucket, batch in self._nothing.items():
-            batches = _shapes(concatenate_batches([batch] * layout.ranks), layout)
-            options = {name: shapes for name, shapes in placements.items() if name in placement_names(bucket)}
-            if bucket in self._step_seconds:
-                options |= {"step_seconds": self._step_seconds[bucket], **self._forced}
-            jobs[bucket] = functools.partial(_lower, _step(bucket), params, cache, batches, **options, **static)
-        row = np.int32(0), *request_rows(np.zeros(1, np.int32), (), {}, cfg.vocab_size), np.int32(1)
-        start = _shapes(self.start_rows([row] * layout.ranks), layout)
-        jobs["start"] = functools.partial(_lower, start_request, cache, *start, layout=layout)
-        self.mask_places, words = mask_places(cfg, cache_cfg), ceil_div(cfg.vocab_size, 32)
-        for n, places in itertools.product(buckets.masks, sorted({1, self.mask_places})):
-            rows = np.zeros(layout.ranks * n, np.int32), np.zeros((layout.ranks * n, places, words), np.uint32)
-            jobs[n, places] = functools.partial(
-                _lower, set_allowed_tokens, cache, *_shapes(rows, layout), layout=layout
+        if compiled is None:
+            listed = list_programs(
+                cfg, cache_cfg, buckets, numerics, layout, tables, token_map, params, expert_slots, draft_expert_slots
             )
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            # Lowered one after the other: kernels carry numbers in the order of their lowering, and a persistent
-            # cache finds a program again only if these are the same.
-            futures = {key: pool.submit(job().compile) for key, job in jobs.items()}
-            waiting = tqdm(futures.items(), desc="compiling", unit="program", disable=not progress)
-            self._compiled = {key: future.result() for key, future in waiting}
+            for bucket in buckets.verify:
+                options = {**listed[bucket].options, **self._forced}
+                listed[bucket] = dataclasses.replace(listed[bucket], options=options)
+            compiled = compile_programs({key: program.lower for key, program in listed.items()}, progress)
+        self._compiled = dict(compiled)
+        self.mask_places = mask_places(cfg, cache_cfg)
         analyses = [program.memory_analysis() for program in self._compiled.values()]
         self.workspace_bytes = max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
+
+    @property
+    def compiled(self) -> Mapping[ProgramKey, Any]:
+        """Every program."""
+        return self._compiled
 
     def step(self, bucket: Bucket) -> Callable[..., tuple[Cache, Any]]:
         """The program of a bucket: of (params, cache, batch), with slots for experts also of `placement_names`."""
@@ -234,15 +305,7 @@ class Programs:
 
     def batch(self, requests: Sequence[Any], bucket: Bucket) -> StepBatch | SpeculativeBatch:
         """A rank's batch: of `PrefillChunk`s, of `DecodeTokens`, or with drafts of `SpeculativeRequest`s."""
-        if isinstance(bucket, DraftBucket):
-            # Its requests run no token, so that they need no pages.
-            return speculative_batch(self.cfg, self.cache_cfg, requests, DecodeBucket(bucket.requests, pages=1))
-        if isinstance(bucket, DecodeBucket) and bucket.tokens_per_request > 1:
-            return speculative_batch(self.cfg, self.cache_cfg, requests, bucket)
-        make = prefill_batch if isinstance(bucket, PrefillBucket) else decode_batch
-        batch = make(self.cfg, self.cache_cfg, requests, bucket)
-        # With the Engram rows of its tokens, if the tables are on the host.
-        return batch if self.tables is None else with_engram_rows(self.cfg, batch, self._token_map, self.tables)
+        return make_batch(self.cfg, self.cache_cfg, requests, bucket, self.tables, self._token_map)
 
     def nothing(self, bucket: Bucket) -> StepBatch | SpeculativeBatch:
         """The batch of a rank without work."""
@@ -250,7 +313,7 @@ class Programs:
 
     def start_rows(self, rows: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
         """Arguments of `start_request` after the cache, from those of each rank."""
-        return rows[0] if self.layout.mesh is None else tuple(map(np.stack, zip(*rows, strict=True)))
+        return start_rows(rows, self.layout)
 
     @property
     def init_cache(self) -> Callable[[], Cache]:
@@ -275,7 +338,50 @@ def placement_names(bucket: Bucket) -> tuple[str, ...]:
     return ("placement", "draft_placement") if verifies else ("placement",)
 
 
-def _step(bucket: Bucket) -> Any:
+def make_batch(
+    cfg: ModelConfig,
+    cache_cfg: CacheConfig,
+    requests: Sequence[Any],
+    bucket: Bucket,
+    tables: EngramTables | None = None,
+    token_map: np.ndarray | None = None,
+) -> StepBatch | SpeculativeBatch:
+    """A rank's batch, see `Programs.batch`."""
+    if isinstance(bucket, DraftBucket):
+        # Its requests run no token, so that they need no pages.
+        return speculative_batch(cfg, cache_cfg, requests, DecodeBucket(bucket.requests, pages=1))
+    if isinstance(bucket, DecodeBucket) and bucket.tokens_per_request > 1:
+        return speculative_batch(cfg, cache_cfg, requests, bucket)
+    make = prefill_batch if isinstance(bucket, PrefillBucket) else decode_batch
+    batch = make(cfg, cache_cfg, requests, bucket)
+    # With the Engram rows of its tokens, if the tables are on the host.
+    return batch if tables is None else with_engram_rows(cfg, batch, token_map, tables)
+
+
+def batch_shapes(
+    cfg: ModelConfig,
+    cache_cfg: CacheConfig,
+    bucket: Bucket,
+    layout: Layout,
+    tables: EngramTables | None = None,
+    token_map: np.ndarray | None = None,
+) -> StepBatch | SpeculativeBatch:
+    """Shapes and shardings of the batch of all ranks in a bucket."""
+    nothing = make_batch(cfg, cache_cfg, [], bucket, tables, token_map)
+    return _shapes(concatenate_batches([nothing] * layout.ranks), layout)
+
+
+def start_rows(rows: Sequence[tuple[np.ndarray, ...]], layout: Layout) -> tuple[np.ndarray, ...]:
+    """Arguments of `start_request` after the cache, from those of each rank."""
+    return rows[0] if layout.mesh is None else tuple(map(np.stack, zip(*rows, strict=True)))
+
+
+def equal_costs(bucket: DecodeBucket) -> np.ndarray:
+    """Costs of steps with drafts by which every total of verified tokens costs the same."""
+    return np.ones(bucket.requests * bucket.tokens_per_request + 1, np.float32)
+
+
+def step_function(bucket: Bucket) -> Any:
     """The step that runs in a bucket."""
     if isinstance(bucket, PrefillBucket):
         return prefill_step

@@ -52,8 +52,7 @@ class Indexer(nnx.Module):
         self, q_latent: Float[Array, "tokens q_lora"] | Activations, by: Rotation, numerics: Numerics
     ) -> Float[Array, "tokens heads index"]:
         """Index queries, quantised like the keys. No norm, no Hadamard transform."""
-        q = self.rotated_query(q_latent, by, numerics)
-        return INDEX_KEY.load(INDEX_KEY.store(q, numerics), numerics)
+        return INDEX_KEY.rounded(self.rotated_query(q_latent, by, numerics), numerics)
 
     def rotated_query(
         self, q_latent: Float[Array, "tokens q_lora"] | Activations, by: Rotation, numerics: Numerics

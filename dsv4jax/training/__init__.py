@@ -1,0 +1,1 @@
+"""Training of small models of this architecture. Nothing that serves a model imports it."""

@@ -1,0 +1,246 @@
+"""Time from the start of a process to the first token: compiled or loaded programs, weights from where, page cache.
+
+    python scripts/bench_startup.py --output startup.json
+    python scripts/bench_startup.py --layers 6 --experts 288 --directory /local/disk --output startup.json
+        --pages 1000 --max_model_len 4096 --slots 16
+
+The first is the embedded model. The second draws random weights of released widths on the device, exports them, and
+needs no checkpoint. Every measurement is a process of its own, told apart by phases. "cold" gives the pages of all
+files but Python's own out of the page cache before; rates of plain reads of the weights are the ceiling.
+"""
+
+import datetime
+import importlib.resources
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from engine_flags import RANKS, check_sizes, make_shape
+from executables import use_virtual_devices
+
+from dsv4jax.benchmark.random_state import random_params
+from dsv4jax.checkpoint.reduced_config import reduced_config
+from dsv4jax.config import ModelConfig
+from dsv4jax.engine.engine_params import load_engine_params
+from dsv4jax.engine.generating import EngineGenerator
+from dsv4jax.engine.programs import Programs
+from dsv4jax.export import compare_programs, export_steps, forbid_tracing, load, load_weights, read_manifest
+from dsv4jax.sampling_settings import RequestSampling
+
+_MODEL = flags.DEFINE_string("model", None, "Checkpoint directory. Default: the embedded model.")
+_LAYERS = flags.DEFINE_integer("layers", None, "Instead of a checkpoint: random weights of so many layers.", 6)
+_EXPERTS = flags.DEFINE_integer("experts", 384, "With --layers: experts per layer.", 1)
+_DIRECTORY = flags.DEFINE_string(
+    "directory", tempfile.gettempdir(), "Where the exported directory is written, and deleted after."
+)
+_KEEP = flags.DEFINE_bool("keep", False, "Keep it, and use it if it is there.")
+_REPEATS = flags.DEFINE_integer("repeats", 1, "Processes per measurement; all are reported.", 1)
+_SKIP = flags.DEFINE_multi_string("skip", [], "Measurements to leave out, such as 'compiled, checkpoint, cold'.")
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
+_WORKER = flags.DEFINE_string("worker", None, "Internal: what this process is to measure.")
+_SPAWNED = flags.DEFINE_float("spawned", 0.0, "Internal: when it was started.")
+
+_READERS = 8
+_CHUNK = 16 << 20
+
+
+def _model() -> Path:
+    return Path(_MODEL.value or str(importlib.resources.files("dsv4jax") / "default_model"))
+
+
+def _exported() -> Path:
+    return Path(_DIRECTORY.value) / "dsv4jax-startup"
+
+
+def _flags() -> str:
+    return os.environ.get("XLA_FLAGS", "")
+
+
+def _export() -> None:
+    """Compiles and writes programs and weights."""
+    use_virtual_devices(RANKS.value)
+    layers = _LAYERS.value
+    if layers:
+        cfg = reduced_config(layers, n_routed_experts=_EXPERTS.value, engram_vocab_size=1000)
+    else:
+        cfg = ModelConfig.from_checkpoint(_model())
+    shape = make_shape(cfg, check_sizes(cfg, embedded=not (layers or _MODEL.value)))
+    params = random_params(cfg, shape.numerics) if layers else load_engine_params(_model(), cfg, shape, shape.layout)
+    jax.block_until_ready(params)
+    begin = time.time()
+    programs = Programs(cfg, shape.cache, shape.buckets, shape.numerics, shape.layout, **shape.slots_of_experts)
+    compiled = time.time()
+    export_steps(_exported(), cfg, shape, params=params, compiled=programs.compiled, xla_flags=_flags())
+    written = time.time()
+    # Nothing is measured of programs that do something else.
+    loaded = load(_exported(), xla_flags=_flags()).programs()
+    compare_programs(programs, loaded, params, **shape.slots_of_experts)
+    memory = sum(array.nbytes for array in jax.tree.leaves(params))
+    _say(
+        device=jax.devices()[0].device_kind,
+        programs=len(programs.compiled),
+        implementation=shape.numerics.implementation,
+        compile_seconds=compiled - begin,
+        export_seconds=written - compiled,
+        weight_bytes=memory,
+    )
+
+
+def _measure(programs_from: str, weights_from: str) -> None:
+    """Goes to the first token, and says when each phase ended."""
+    ends, compiled = {"imports": time.time()}, []
+
+    def note(event: str, seconds: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    manifest = read_manifest(_exported())
+    cfg, shape = manifest.config, manifest.shape
+    use_virtual_devices(shape.devices)
+    jax.devices()
+    ends["devices"] = time.time()
+    if programs_from == "loaded":
+        with forbid_tracing():
+            programs = load(_exported(), xla_flags=_flags()).programs()
+    else:
+        programs = Programs(
+            cfg, shape.cache, shape.buckets, shape.numerics, shape.layout, **shape.slots_of_experts,
+            progress=False,
+        )  # fmt: skip
+    ends["programs"] = time.time()
+    if weights_from == "snapshot":
+        params = load_weights(_exported(), manifest, shape.layout)
+    else:
+        params = load_engine_params(_model(), cfg, shape, shape.layout, progress=False)
+    jax.block_until_ready(params)
+    ends["weights"] = time.time()
+    prompt = np.arange(3, 67, dtype=np.int32)
+    generator = EngineGenerator(
+        shape, programs, params, [prompt], max_tokens=1, sampling=RequestSampling(temperature=0.0), eos_id=1
+    )
+    next(generator.run())
+    ends["first token"] = time.time()
+    begin, phases = _SPAWNED.value, {}
+    for name, end in ends.items():
+        phases[name], begin = end - begin, end
+    _say(
+        total=ends["first token"] - _SPAWNED.value,
+        phases=phases,
+        cpu_seconds=time.process_time(),
+        compilations=len(compiled),
+        compile_seconds=sum(compiled),
+    )
+
+
+def _say(**values: object) -> None:
+    print("RESULT", json.dumps(values), flush=True)
+
+
+def _child(worker: str) -> dict:
+    """What a process of this script says."""
+    command = [sys.executable, __file__, *sys.argv[1:], f"--worker={worker}", f"--spawned={time.time()}"]
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    lines = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]
+    if process.returncode or not lines:
+        raise RuntimeError(f"{worker}: exit code {process.returncode}")
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def _files(*directories: Path) -> list[Path]:
+    return [file for directory in directories for file in directory.rglob("*") if file.is_file()]
+
+
+def _forget(files: list[Path]) -> None:
+    """Takes files out of the page cache."""
+    for file in files:
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read(file: Path) -> int:
+    buffer, size = bytearray(_CHUNK), 0
+    with open(file, "rb", buffering=0) as opened:
+        while read := opened.readinto(buffer):
+            size += read
+    return size
+
+
+def _read_rate(files: list[Path]) -> float:
+    """Bytes per second, by several threads."""
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(_READERS) as pool:
+        size = sum(pool.map(_read, files))
+    return size / (time.perf_counter() - begin)
+
+
+def _run() -> dict:
+    """All measurements."""
+    if not (_KEEP.value and _exported().exists()):
+        shutil.rmtree(_exported(), ignore_errors=True)
+        result = _child("export")
+        print(json.dumps(result), flush=True)
+    else:
+        result = {}
+    result |= {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(sys.argv),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "environment": read_manifest(_exported()).environment,
+        "reads": {},
+        "startups": [],
+    }
+    weights = _files(_exported() / "weights")
+    for state in ("cold", "warm"):
+        if state == "cold":
+            _forget(weights)
+        result["reads"][state] = _read_rate(weights)
+        print(f"plain reads of {len(weights)} files, {state}: {result['reads'][state] / 1e9:.2f} GB/s", flush=True)
+    sources = ("snapshot",) if _LAYERS.value else ("checkpoint", "snapshot")
+    columns = ("total", "imports", "devices", "programs", "weights", "first token", "CPU", "compiling")
+    print(f"{'seconds':32}" + "".join(f"{name:>13}" for name in columns))
+    for programs_from in ("loaded", "compiled"):
+        for weights_from in sources:
+            for state in ("cold", "warm"):
+                name = f"{programs_from}, {weights_from}, {state}"
+                for _ in range(0 if name in _SKIP.value else _REPEATS.value):
+                    if state == "cold":
+                        _forget(_files(_exported(), *([_model()] if weights_from == "checkpoint" else [])))
+                    measured = _child(f"{programs_from} {weights_from}")
+                    result["startups"].append({"name": name, **measured})
+                    seconds = (measured["total"], *measured["phases"].values(), measured["cpu_seconds"])
+                    seconds += (measured["compile_seconds"],)
+                    print(f"{name:32}" + "".join(f"{value:13.2f}" for value in seconds), flush=True)
+    return result
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)
+    if _WORKER.value == "export":
+        _export()
+    elif _WORKER.value:
+        _measure(*_WORKER.value.split())
+    else:
+        result = _run()
+        if _OUTPUT.value:
+            Path(_OUTPUT.value).write_text(json.dumps(result, indent=1) + "\n")
+        if not _KEEP.value:
+            shutil.rmtree(_exported())
+
+
+if __name__ == "__main__":
+    app.run(main)

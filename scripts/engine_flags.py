@@ -1,0 +1,211 @@
+"""Flags that say what the programs of an engine are compiled for, of the scripts that compile them.
+
+They are turned into an `EngineShape` in two steps, because devices may only be looked at once the process has joined
+its cluster.
+"""
+
+import dataclasses
+
+import jax
+from absl import flags, logging
+
+from dsv4jax.cache import CacheConfig
+from dsv4jax.config import ModelConfig
+from dsv4jax.engine.engine_shape import EngineShape, shape_buckets
+from dsv4jax.engine.memory_plan import pages_that_fit
+from dsv4jax.implementation import with_implementation
+from dsv4jax.numerics import FAST, REFERENCE, Numerics
+from dsv4jax.quant import ceil_div
+from sharding import preset
+from sharding.placement import initial_owners
+
+_MAX_MODEL_LEN = flags.DEFINE_integer(
+    "max_model_len", None, "Most tokens of prompt and output together. Default: the model's, at most 16384.", 1
+)
+RANKS = flags.DEFINE_integer(
+    "ranks", 1, "Data-parallel ranks, one per device, among which experts are spread. Sizes are those of each rank.", 1
+)
+EXPERT_SLOTS = flags.DEFINE_integer(
+    "expert_slots",
+    None,
+    "Experts of a layer that each rank has room for. With more than it needs, the busiest have replicas; all are"
+    " rearranged by their load while serving. Default: no more than needed, and nothing is rearranged.",
+    1,
+)
+_DRAFT_EXPERT_SLOTS = flags.DEFINE_integer(
+    "draft_expert_slots", None, "The same as --expert_slots for the experts of a stage of the draft model.", 1
+)
+_SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time on a rank.", 1)
+PAGES = flags.DEFINE_integer(
+    "pages", None, "Pages of the cache of a rank. Default: what memory holds, at most twice all slots."
+)
+_PAGE_SIZE = flags.DEFINE_integer("page_size", 64, "Tokens per page.", 2)
+_CONTEXTS = flags.DEFINE_list(
+    "contexts", None, "Context lengths that programs are compiled for. Default: 4096 and max_model_len."
+)
+_PREFILL_TOKENS = flags.DEFINE_list("prefill_tokens", None, "Sizes of prefill steps in tokens. Default: 256.")
+_PREFILL_REQUESTS = flags.DEFINE_integer("prefill_requests", 4, "Most requests in a prefill step.", 1)
+_DECODE_REQUESTS = flags.DEFINE_list("decode_requests", None, "Sizes of decode steps in requests. Default: slots.")
+_NUMERICS = flags.DEFINE_enum("numerics", "reference", ["reference", "fast"], "Where to round.")
+_IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
+)
+_REPLAY = flags.DEFINE_enum(
+    "replay", "bounded", ["exact", "bounded"], "Decoder layers over prompts and window keys after a prefix hit."
+)
+_DETERMINISTIC = flags.DEFINE_bool(
+    "deterministic", False, "Greedy output depends on the request alone: one shape per step, exact replay."
+)
+_DRAFTS = flags.DEFINE_integer(
+    "drafts",
+    None,
+    "Most drafts that a request verifies in a step; 0 for no speculative decoding. Default: the draft's block, 0 with"
+    " --engram=host.",
+    0,
+)
+_ENGRAM = flags.DEFINE_enum("engram", "device", ["device", "host"], "Where the Engram tables live.")
+MEMORY_FRACTION = flags.DEFINE_float("memory_fraction", 0.9, "Share of the free memory that may be used.", 0.05, 1.0)
+
+SHAPE_FLAGS = (
+    RANKS, EXPERT_SLOTS, _DRAFT_EXPERT_SLOTS, _MAX_MODEL_LEN, _SLOTS, PAGES, _PAGE_SIZE, _CONTEXTS, _PREFILL_TOKENS,
+    _PREFILL_REQUESTS, _DECODE_REQUESTS, _DRAFTS, _NUMERICS, _IMPLEMENTATION, _REPLAY, _DETERMINISTIC, _ENGRAM,
+)  # fmt: skip
+"""All that an `EngineShape` follows from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes as the flags give them, ascending, and found to be possible."""
+
+    max_model_len: int
+    contexts: list[int]
+    prefill_tokens: list[int]
+    decode_requests: list[int]
+    drafts: int
+
+
+def check_sizes(cfg: ModelConfig, embedded: bool) -> Sizes:
+    """Reads the flags, without a look at devices.
+
+    Args:
+      embedded: the model is the small one, whose default context is short, so that a laptop compiles it in a minute.
+
+    Raises:
+      ValueError: a flag has a value that is not allowed, by its name.
+    """
+    length = _MAX_MODEL_LEN.value or min(cfg.max_position_embeddings, 4096 if embedded else 16384)
+    if length > cfg.max_position_embeddings:
+        raise ValueError(f"--max_model_len={length}: the model's context is {cfg.max_position_embeddings}")
+    contexts = _numbers(_CONTEXTS, [min(4096, length)])
+    if contexts[-1] > length:
+        raise ValueError(f"--contexts: {contexts[-1]} is beyond --max_model_len={length}")
+    prefill_tokens = _numbers(_PREFILL_TOKENS, [256])
+    decode_requests = sorted({*_numbers(_DECODE_REQUESTS, []), _SLOTS.value})
+    if decode_requests[-1] > _SLOTS.value:
+        raise ValueError(f"--decode_requests: {decode_requests[-1]} is beyond --slots={_SLOTS.value}")
+    drafts = _drafts(cfg)
+    if _DRAFT_EXPERT_SLOTS.value is not None and not drafts:
+        raise ValueError(f"--draft_expert_slots={_DRAFT_EXPERT_SLOTS.value}: no drafts are made")
+    for flag, experts in ((EXPERT_SLOTS, cfg.n_routed_experts), (_DRAFT_EXPERT_SLOTS, cfg.dspark_n_routed_experts)):
+        if flag.value is not None:
+            try:
+                initial_owners(1, experts, RANKS.value, flag.value)
+            except ValueError as error:
+                raise ValueError(f"--{flag.name}={flag.value}: {error}") from None
+    return Sizes(length, sorted({*contexts, length}), prefill_tokens, decode_requests, drafts)
+
+
+def make_shape(cfg: ModelConfig, sizes: Sizes, layout_preset: str | None = None) -> EngineShape:
+    """The shape that the flags say, the cache as large as the memory of the devices allows.
+
+    Args:
+      layout_preset: over as many devices as there are ranks; None for "single" or "decode_dep".
+
+    Raises:
+      ValueError: a flag has a value that is not allowed, by its name.
+    """
+    ranks, length = RANKS.value, sizes.max_model_len
+    name = layout_preset or ("single" if ranks == 1 else "decode_dep")
+    layout, numerics, on_device = preset(name, ranks), _numerics(cfg), _ENGRAM.value == "device"
+    one = CacheConfig(
+        slots=_SLOTS.value,
+        pages=1,
+        page_size=_PAGE_SIZE.value,
+        slack=max(CacheConfig.slack, 1 + sizes.drafts),
+        # Any request gets the tokens that it gets without drafts.
+        drafts="shared" if sizes.drafts else None,
+    )
+    pages = PAGES.value
+    if pages is not None and pages * _PAGE_SIZE.value < length:
+        raise ValueError(f"--pages={pages}: {pages * _PAGE_SIZE.value} tokens are fewer than --max_model_len={length}")
+    if pages is None:
+        spare = 4 << 30 if jax.default_backend() != "cpu" else 1 << 30
+        slots = {"expert_slots": EXPERT_SLOTS.value, "draft_expert_slots": _DRAFT_EXPERT_SLOTS.value}
+        options = {"tables_on_device": on_device, "fraction": MEMORY_FRACTION.value, **slots}
+        # At least one request of full length: if that does not fit, the plan says so.
+        one_request = ceil_div(length, _PAGE_SIZE.value)
+        fit = pages_that_fit(cfg, one, numerics, layout, spare=spare, **options)
+        full = _SLOTS.value * one_request
+        pages = max(one_request, min(2 * full, full if fit is None else fit))
+    cache, deterministic = dataclasses.replace(one, pages=pages), _DETERMINISTIC.value
+    replay = "exact" if deterministic else _REPLAY.value
+    buckets = shape_buckets(
+        cache,
+        prefill_tokens=sizes.prefill_tokens,
+        prefill_requests=_PREFILL_REQUESTS.value,
+        decode_requests=sizes.decode_requests,
+        contexts=sizes.contexts,
+        replay=replay,
+        deterministic=deterministic,
+        drafts=sizes.drafts,
+    )
+    return EngineShape(
+        cache=cache,
+        buckets=buckets,
+        numerics=numerics,
+        max_model_len=length,
+        preset=name,
+        devices=ranks,
+        expert_slots=EXPERT_SLOTS.value,
+        draft_expert_slots=_DRAFT_EXPERT_SLOTS.value,
+        replay=replay,
+        deterministic=deterministic,
+        drafts=sizes.drafts,
+        tables_on_device=on_device,
+    )
+
+
+def _numbers(flag: flags.FlagHolder, default: list[int]) -> list[int]:
+    """The flag's numbers, ascending; `default` if it is not given."""
+    if flag.value is None:
+        return default
+    if not flag.value:
+        raise ValueError(f"--{flag.name}=: must hold at least one number")
+    try:
+        sizes = sorted({int(text) for text in flag.value})
+    except ValueError:
+        raise ValueError(f"--{flag.name}={','.join(flag.value)}: must be whole numbers") from None
+    if sizes[0] < 1:
+        raise ValueError(f"--{flag.name}: {sizes[0]} must be at least 1")
+    return sizes
+
+
+def _numerics(cfg: ModelConfig) -> Numerics:
+    numerics = FAST if _NUMERICS.value == "fast" else REFERENCE
+    numerics, why = with_implementation(numerics, _IMPLEMENTATION.value, cfg, _PAGE_SIZE.value)
+    logging.info("implementation: %s", f"{numerics.implementation}: {why}" if why else numerics.implementation)
+    return numerics
+
+
+def _drafts(cfg: ModelConfig) -> int:
+    """The most drafts of a request and step, with the reason if there are none by default."""
+    most, given = cfg.dspark_block_size, _DRAFTS.value
+    if given is not None and given > most:
+        raise ValueError(f"--drafts={given}: the checkpoint's draft makes at most {most}")
+    if _ENGRAM.value == "host":
+        if given:
+            raise ValueError(f"--drafts={given}: must be 0 with --engram=host, because only the device knows drafts")
+        if given is None:
+            logging.info("drafts: none with --engram=host, because only the device knows drafts")
+        return 0
+    return most if given is None else given
