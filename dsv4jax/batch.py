@@ -12,14 +12,14 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 import flax.struct
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int, Int32, UInt32
+from jaxtyping import Bool, Float, Int, Int32
 
 from dsv4jax.cache import CacheConfig
 from dsv4jax.config import ModelConfig
 from dsv4jax.engram_hash import DEAD, rows_on_host
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling import SamplingParams, sampling_params
-from dsv4jax.sampling_settings import RequestSampling
+from dsv4jax.sampling_settings import MAX_PAUSE_TOKENS, RequestSampling
 
 Replay = Literal["exact", "bounded"]
 UNKNOWN = -2
@@ -171,9 +171,10 @@ class SpeculativeBatch:
     max_drafts: Int32[Any, " requests"]
     page_table: Int32[Any, "requests pages"]
     sampling: SamplingParams
-    allowed: UInt32[Any, "requests tokens words"] | None = None
-    """Tokens that may follow each token of a request if the drafts up to it stand, as in `set_allowed_tokens`; None for
-    the masks of the slots. For a host that has read the drafts."""
+    pause_tokens: Int32[Any, "requests pauses"]
+    """Tokens behind which a request runs nothing before the host has seen them; -1 for none."""
+    seen: Int32[Any, " requests"]
+    """Position of the newest chosen token that the host has seen."""
     num_slots: int = flax.struct.field(pytree_node=False, default=0)
     page_size: int = flax.struct.field(pytree_node=False, default=0)
     """Of the cache the batch was made for."""
@@ -195,6 +196,9 @@ class SpeculativeRequest:
         run of the request and may differ from what its slot has chosen.
       max_drafts: drafts to verify at most; fewer are if fewer are there or `end` is near.
       min_drafts: where a step chooses how many pay, no fewer than this; equal to `max_drafts` for a fixed number.
+      pause_tokens: tokens behind which the allowed tokens may change, at most `MAX_PAUSE_TOKENS`. One of them is the
+        last that a step chooses, and nothing runs behind it before its position is `seen`.
+      seen: position of the newest chosen token that the host has seen.
     """
 
     slot: int
@@ -204,6 +208,8 @@ class SpeculativeRequest:
     min_drafts: int = 0
     sampling: RequestSampling = RequestSampling()
     token: int = NEXT_TOKEN
+    pause_tokens: Sequence[int] | Int32[np.ndarray, " pauses"] = ()
+    seen: int = 0
 
 
 @runtime_checkable
@@ -354,7 +360,8 @@ def speculative_batch(
 
     Raises:
       ValueError: the cache is made without drafts, the bucket has more tokens per request than there can be, a request
-        wants more drafts than the bucket takes or a given token as well, or as `prefill_batch`.
+        wants more drafts than the bucket takes or a given token as well, has more pause tokens than there can be, or as
+        `prefill_batch`.
     """
     width = bucket.tokens_per_request
     if cache_cfg.drafts is None:
@@ -372,6 +379,10 @@ def speculative_batch(
             raise ValueError(
                 f"request {row}: min_drafts = {request.min_drafts} is not in 0..{request.max_drafts}, its max_drafts"
             )
+        if len(request.pause_tokens) > MAX_PAUSE_TOKENS:
+            raise ValueError(
+                f"request {row}: {len(request.pause_tokens)} pause_tokens: at most {MAX_PAUSE_TOKENS} are allowed"
+            )
         if request.token != NEXT_TOKEN:
             token_ids([request.token], cfg.vocab_size, f"request {row}: token")
             if request.max_drafts:
@@ -384,8 +395,11 @@ def speculative_batch(
     )  # fmt: skip
     tokens = np.full(bucket.requests, NEXT_TOKEN, np.int32)
     tokens[:count] = [r.token for r in requests]
-    limits = np.zeros((2, bucket.requests), np.int32)
-    limits[:, :count] = [r.min_drafts for r in requests], [r.max_drafts for r in requests]
+    limits = np.zeros((3, bucket.requests), np.int32)
+    limits[:, :count] = [[getattr(r, name) for r in requests] for name in ("min_drafts", "max_drafts", "seen")]
+    pause_tokens = np.full((bucket.requests, MAX_PAUSE_TOKENS), -1, np.int32)
+    for row, request in enumerate(requests):
+        pause_tokens[row, : len(request.pause_tokens)] = request.pause_tokens
     return SpeculativeBatch(
         slots=layout["slots"],
         tokens=tokens,
@@ -394,6 +408,8 @@ def speculative_batch(
         max_drafts=limits[1],
         page_table=layout["page_table"],
         sampling=sampling_params([r.sampling for r in requests], bucket.requests),
+        pause_tokens=pause_tokens,
+        seen=limits[2],
         num_slots=cache_cfg.slots,
         page_size=cache_cfg.page_size,
         tile=width,

@@ -186,9 +186,14 @@ def _empty(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics) -> Cach
         open_groups=tuple(jnp.zeros(groups, jnp.float32) for ratio in ratios if ratio == 2),
         draft_windows=tuple(WINDOW_KEY.empty(window, cfg.head_dim, numerics) for _ in range(stages)),
         ngram_ids=jnp.full((slots, ngram_ring), DEAD, jnp.int32),
-        sampling=init_sampling_state(slots, cfg.vocab_size, ngram_ring),
+        sampling=init_sampling_state(slots, cfg.vocab_size, ngram_ring, mask_places(cfg, cache_cfg)),
         drafts=_init_drafts(cfg, cache_cfg) if cache_cfg.drafts else None,
     )
+
+
+def mask_places(cfg: ModelConfig, cache_cfg: CacheConfig) -> int:
+    """For how many tokens of a step a slot has masks of their own: the newest chosen one, and each draft if any."""
+    return 1 + (cfg.dspark_block_size if cache_cfg.drafts else 0)
 
 
 def _init_drafts(cfg: ModelConfig, cache_cfg: CacheConfig) -> DraftState:

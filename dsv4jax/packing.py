@@ -77,13 +77,14 @@ def param_shapes(
     *,
     tables_on_device: bool = True,
     expert_slots: int | None = None,
+    draft_expert_slots: int | None = None,
 ) -> Params:
     """Shape, type and, over several devices, sharding of the parameters that the steps take: as `load_params` returns
     them, or `pack_params` of these for `numerics.implementation` "pallas".
 
     Args:
-      expert_slots: of each device, for the experts of a backbone layer, see `balance.spread_params`; None for as many
-        as the experts need.
+      expert_slots, draft_expert_slots: of each device, for the experts of a backbone layer and of a draft stage, see
+        `balance.spread_params`; None for as many as the experts need.
 
     Raises:
       ValueError: "pallas", and the experts are not FP4 or have sizes that cannot be packed.
@@ -95,13 +96,9 @@ def param_shapes(
         for name, spec in named_leaves(abstract)
     ]
     shapes = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-    if expert_slots is not None:
-        slots = layout.devices * expert_slots
-        for layer in shapes["layers"].values():
-            layer["ffn"]["experts"] = jax.tree.map(
-                lambda a: jax.ShapeDtypeStruct((slots, *a.shape[1:]), a.dtype, sharding=a.sharding),
-                layer["ffn"]["experts"],
-            )
+    for stack, slots in zip(_STACKS, (expert_slots, draft_expert_slots), strict=True):
+        for layer in shapes[stack].values() if slots is not None else ():
+            layer["ffn"]["experts"] = _with_slots(layer["ffn"]["experts"], layout.devices * slots)
     if numerics.implementation != "pallas":
         return shapes
     if not cfg.quantized:
@@ -124,3 +121,8 @@ def packing_bytes(cfg: ModelConfig, layout: Layout = SINGLE) -> int:
     program = _pack_experts.lower(layout, layer["w1"], layer["w3"], layer["w2"]).compile()
     analysis = program.memory_analysis()
     return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+
+def _with_slots(stacks: Any, slots: int) -> Any:
+    """Shapes of expert stacks with another number of slots."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((slots, *a.shape[1:]), a.dtype, sharding=a.sharding), stacks)

@@ -59,7 +59,7 @@ class SamplingState:
     output_counts: Int32[Array, "slots vocab"]  # committed generated tokens
     prompt_mask: Bool[Array, "slots vocab"]  # tokens that occur in the prompt
     logit_bias: Float32[Array, "slots vocab"]
-    allowed: UInt32[Array, "slots words"]  # bit i % 32 of word i // 32: token i may be chosen
+    allowed: UInt32[Array, "slots places words"]  # bit i % 32 of word i // 32: token i may be chosen
     recent_tokens: Int32[Array, "slots ring"]  # token ids of the newest positions, at position % ring
     counted: Int32[Array, "slots"]  # positions < counted hold prompt tokens and generated tokens in output_counts
     next_tokens: Int32[Array, "slots"]  # what the newest step sampled after its last token
@@ -131,18 +131,22 @@ def _checked_ids(name: str, ids: Sequence[int] | np.ndarray, vocab: int) -> np.n
     return ids.astype(np.int64)
 
 
-def init_sampling_state(slots: int, vocab: int, ring: int) -> SamplingState:
-    """State of `slots` empty slots. `ring` is at least the number of tokens a request can have in one step.
+def init_sampling_state(slots: int, vocab: int, ring: int, places: int = 1) -> SamplingState:
+    """State of `slots` empty slots.
+
+    Args:
+      ring: at least the number of tokens a request can have in one step.
+      places: for how many tokens of a step there are allowed tokens of their own.
 
     Raises ValueError if a size is below 1.
     """
-    for name, size in (("slots", slots), ("vocab", vocab), ("ring", ring)):
+    for name, size in (("slots", slots), ("vocab", vocab), ("ring", ring), ("places", places)):
         check_integer(name, size, 1, 2**31 - 1)
     return SamplingState(
         output_counts=jnp.zeros((slots, vocab), jnp.int32),
         prompt_mask=jnp.zeros((slots, vocab), bool),
         logit_bias=jnp.zeros((slots, vocab), jnp.float32),
-        allowed=jnp.full((slots, ceil_div(vocab, 32)), _ALL_ALLOWED),
+        allowed=jnp.full((slots, places, ceil_div(vocab, 32)), _ALL_ALLOWED),
         recent_tokens=jnp.zeros((slots, ring), jnp.int32),
         counted=jnp.zeros(slots, jnp.int32),
         next_tokens=jnp.zeros(slots, jnp.int32),
@@ -238,7 +242,6 @@ def adjusted_logits(
     tokens: Int32[Array, "requests tokens"],
     positions: Int32[Array, "requests tokens"],
     valid: Bool[Array, "requests tokens"],
-    allowed: UInt32[Array, "requests tokens words"] | None = None,
 ) -> Float32[Array, "requests tokens vocab"]:
     """Logits after bias, repetition, frequency and presence penalty, in this order; -inf for tokens not allowed.
 
@@ -266,10 +269,17 @@ def adjusted_logits(
     repeated = jnp.minimum(repeated, _FLOAT32.max)
     seen = of_request(state.prompt_mask) | (counts > 0)
     penalty = column(params.frequency_penalty) * counts + column(params.presence_penalty) * (counts > 0)
-    words = of_request(state.allowed) if allowed is None else allowed
-    bits = words[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    bits = allowed_words(state, slots, num_tokens)[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     may_follow = bits.reshape(*bits.shape[:2], -1)[..., :vocab] > 0
     return jnp.where(may_follow, jnp.where(seen, repeated, biased) - penalty, -jnp.inf)
+
+
+def allowed_words(
+    state: SamplingState, slots: Int32[Array, "requests"], num_tokens: int
+) -> UInt32[Array, "requests tokens words"]:
+    """Which tokens may follow each token of a step: those of its place, from the last place on those of the last."""
+    places = jnp.minimum(jnp.arange(num_tokens), state.allowed.shape[1] - 1)
+    return state.allowed.at[slots[:, None], places].get(mode="fill", fill_value=0)
 
 
 @jax.named_scope("sample")
@@ -281,7 +291,6 @@ def sample(
     tokens: Int32[Array, "requests tokens"],
     positions: Int32[Array, "requests tokens"],
     valid: Bool[Array, "requests tokens"],
-    allowed: UInt32[Array, "requests tokens words"] | None = None,
 ) -> Sampled:
     """Chooses the token that follows each input token.
 
@@ -292,7 +301,6 @@ def sample(
       slots: cache slot of each request, distinct; >= number of slots for a padded row.
       tokens, positions: the step's inputs, consecutive positions; prefill passes its last token only.
       valid: False for padding. Values of `tokens` and `positions` there are ignored.
-      allowed: which tokens may follow each input token, in place of the one mask per slot in `state.allowed`.
 
     The rules, per row: bias, penalties and allowed tokens (`adjusted_logits`); then the best token if the
     temperature is 0, otherwise temperature, the top_k best, of these the shortest list of best tokens that holds
@@ -312,7 +320,7 @@ def sample(
     the caller can end the request; other rows are untouched.
     Rows that are not valid: token 0, log-probability 0.
     """
-    adjusted = adjusted_logits(logits, state, params, slots, tokens, positions, valid, allowed)
+    adjusted = adjusted_logits(logits, state, params, slots, tokens, positions, valid)
     chosen = choose_tokens(adjusted, valid & draws_at_random(params)[:, None], params, positions)
     best = jnp.take_along_axis(adjusted, chosen[..., None], axis=-1)[..., 0]
     log_total = log_totals(logits)

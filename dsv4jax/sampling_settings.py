@@ -7,6 +7,8 @@ import numbers
 import numpy as np
 
 MAX_TOP_LOGPROBS = 20
+MAX_PAUSE_TOKENS = 2
+"""Of a request: tokens behind which its allowed tokens may change, so that the host has to see them first."""
 SETTINGS_ROW = np.dtype(
     [
         ("temperature", np.float32),

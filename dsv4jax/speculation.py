@@ -30,15 +30,9 @@ from dsv4jax.model.draft import block_hidden, block_layout
 from dsv4jax.model.transformer import Model, merge
 from dsv4jax.numerics import REFERENCE, Numerics
 from dsv4jax.sampling import commit_tokens, keep_next_tokens, record_tokens
-from dsv4jax.step_flags import STEP_OPTIONS
+from dsv4jax.step_flags import jit_step
 from dsv4jax.verification import Method, draw_drafts, verify
 from sharding import SINGLE, ExpertPlacement, Layout
-
-_step = functools.partial(
-    jax.jit,
-    donate_argnames="cache",
-    compiler_options=dict(STEP_OPTIONS),
-)
 
 
 @flax.struct.dataclass
@@ -61,7 +55,7 @@ class SpeculativeOutput:
     """
 
     counts: Int32[Array, " requests"]
-    """Tokens chosen: the accepted drafts and one more; 0 for a padded request and for one that was at its end."""
+    """Tokens chosen: the accepted drafts and one more; 0 for a padded request and for one at its end or in a pause."""
     tokens: Int32[Array, "requests tokens"]
     logprobs: Float32[Array, "requests tokens"]
     """Of each token, as `StepOutput` reports it; the next two as well."""
@@ -75,8 +69,13 @@ class SpeculativeOutput:
     draft: DraftOutput
     """The next drafts, which the slots hold."""
 
+    @property
+    def next_drafts(self) -> Int32[Array, "requests block"]:
+        """Their tokens."""
+        return self.draft.tokens
 
-@functools.partial(_step, static_argnames=("cfg", "numerics", "layout"))
+
+@functools.partial(jit_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "layout"))
 def draft_step(
     params: dict[str, Any],
     cache: Cache,
@@ -107,10 +106,11 @@ def draft_step(
         return (cache, output), load
 
     (cache, output), load = layout.map(step, (params, draft_placement), cache, batch)
-    return cache, output.replace(expert_load=load)
+    readable = layout.to_all_processes({"tokens": output.tokens})
+    return cache, output.replace(expert_load=load, **readable)
 
 
-@functools.partial(_step, static_argnames=("cfg", "numerics", "method", "layout"))
+@functools.partial(jit_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "method", "layout"))
 def speculative_step(
     params: dict[str, Any],
     cache: Cache,
@@ -127,8 +127,8 @@ def speculative_step(
 ) -> tuple[Cache, SpeculativeOutput]:
     """Runs the newest chosen token of each request and its drafts, keeps those that stand, and drafts anew.
 
-    What comes out has the distribution that the model alone has, see `verify`. A request at its end runs nothing and
-    stays as it is.
+    What comes out has the distribution that the model alone has, see `verify`. A request at its end or in a pause runs
+    nothing and stays as it is.
 
     Args:
       params, layout, placement: as in `decode_step`; with Engram tables.
@@ -161,7 +161,7 @@ def speculative_step(
                 jnp.all(forced >= 0), jax.scipy.special.logit(forced), drafts.confidences[:, : len(forced)]
             )
             drafts = drafts.replace(confidences=drafts.confidences.at[:, : len(forced)].set(known))
-        active = (batch.slots < cache.num_slots) & (drafts.positions < batch.ends)
+        active = (batch.slots < cache.num_slots) & (drafts.positions < batch.ends) & ~_paused(batch, cache, drafts)
         counts = _draft_counts(batch, drafts, active, step_seconds)
         run = _tokens_to_run(batch, cache, drafts, active, counts)
         out = model.text(run, cache, decode=True, numerics=numerics, devices=layout, placement=placement)
@@ -184,7 +184,7 @@ def speculative_step(
             positions,
             valid,
             method=method,
-            allowed=batch.allowed,
+            pause_tokens=batch.pause_tokens,
             forced_acceptance=forced,
         )
         state = keep_next_tokens(state, run.slots, verified.tokens, verified.emitted)
@@ -206,9 +206,10 @@ def speculative_step(
 
     shared = (params, placement, draft_placement, step_seconds, forced_acceptance)
     (cache, output), (load, draft_load) = layout.map(step, shared, cache, batch)
-    names = ("counts", "verified", "tokens", "logprobs", "top_tokens", "top_logprobs")
-    output = output.replace(**layout.to_all_processes({name: getattr(output, name) for name in names}))
-    return cache, output.replace(expert_load=load, draft=output.draft.replace(expert_load=draft_load))
+    names = ("counts", "verified", "tokens", "logprobs", "top_tokens", "top_logprobs", "next_drafts")
+    readable = layout.to_all_processes({name: getattr(output, name) for name in names})
+    draft = output.draft.replace(tokens=readable.pop("next_drafts"), expert_load=draft_load)
+    return cache, output.replace(expert_load=load, draft=draft, **readable)
 
 
 def _draft(
@@ -248,6 +249,12 @@ def _draft(
     if drafts.logits is not None:
         kept = kept.replace(logits=drafts.logits.at[slots].set(jnp.stack(logits, 1), mode="drop"))
     return cache.replace(drafts=kept), output, load
+
+
+def _paused(batch: SpeculativeBatch, cache: Cache, drafts: DraftState) -> Bool[Array, " requests"]:
+    """Which requests have chosen a token that the host must see before any other."""
+    newest = cache.sampling.next_tokens.at[batch.slots].get(mode="fill", fill_value=0)
+    return jnp.any(newest[:, None] == batch.pause_tokens, axis=1) & (drafts.positions > batch.seen)
 
 
 def _draft_counts(

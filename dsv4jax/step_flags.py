@@ -5,7 +5,10 @@ begin with `xla_gpu_` mean nothing to a CPU. `scripts/bench_steps.py --check_fla
 `VARIANTS`.
 """
 
+import functools
 from collections.abc import Mapping
+
+import jax
 
 COMMAND_BUFFERS: Mapping[str, str | int] = {
     "xla_gpu_enable_command_buffer": (
@@ -23,7 +26,10 @@ STEP_OPTIONS: Mapping[str, str | int | bool] = {
     # Every kernel is launched by itself, which a profile can also attribute to its operation.
     "xla_gpu_enable_command_buffer": "",
 }
-"""What `dsv4jax.steps` compiles with. `Lowered.compile(compiler_options=...)` overrides single ones."""
+"""What steps are compiled with. `Lowered.compile(compiler_options=...)` overrides single ones."""
+
+jit_step = functools.partial(jax.jit, compiler_options=dict(STEP_OPTIONS))
+"""`jax.jit` for steps."""
 
 VARIANTS: Mapping[str, Mapping[str, str | int]] = {
     "in force": {},

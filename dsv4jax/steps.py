@@ -34,14 +34,10 @@ from dsv4jax.sampling import (
     sample,
     sampling_params,
 )
-from dsv4jax.step_flags import STEP_OPTIONS
+from dsv4jax.step_flags import jit_step
 from sharding import SINGLE, ExpertPlacement, Layout
 
 _TILE = 32
-_step = functools.partial(
-    jax.jit,
-    compiler_options=dict(STEP_OPTIONS),
-)
 
 
 @flax.struct.dataclass
@@ -79,7 +75,7 @@ class StepOutput:
     prompt_top_logprobs: Float[Array, "batch_tokens 20"] | None = None
 
 
-@functools.partial(_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "collect", "layout"))
+@functools.partial(jit_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "collect", "layout"))
 def prefill_step(
     params: dict[str, Any],
     cache: Cache,
@@ -133,7 +129,7 @@ def _prefill(
     return (cache, output.replace(**_prompt_logprobs(model, batch, out))), out.expert_load
 
 
-@functools.partial(_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "collect", "layout"))
+@functools.partial(jit_step, donate_argnames="cache", static_argnames=("cfg", "numerics", "collect", "layout"))
 def decode_step(
     params: dict[str, Any],
     cache: Cache,
@@ -273,20 +269,22 @@ def start_request(
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="layout")
 def set_allowed_tokens(
-    cache: Cache, slots: Int32[Array, " n"], masks: UInt32[Array, "n words"], *, layout: Layout = SINGLE
+    cache: Cache, slots: Int32[Array, " n"], masks: UInt32[Array, "n places words"], *, layout: Layout = SINGLE
 ) -> Cache:
     """Sets which tokens the requests in some slots may be given from now on. The cache is donated.
 
-    `start_request` allows all. All tokens of a step obey the same mask; log-probabilities do not depend on it.
+    `start_request` allows all. Log-probabilities do not depend on it.
 
     Args:
       slots: distinct; a padded row has a slot >= number of slots and sets nothing.
-      masks: token i is allowed if bit i % 32 of word i // 32 is set; words = ⌈vocab / 32⌉.
+      masks: token i is allowed if bit i % 32 of word i // 32 is set; words = ⌈vocab / 32⌉. One mask for all tokens of a
+        step, or in a cache with drafts one for each place: what may follow the newest chosen token, the first draft
+        behind it, and so on to the last draft of a block.
       layout: over several ranks, the rows of all in order, as many for each.
     """
 
     def set_rows(_: None, allowed: Array, slots: Array, masks: Array) -> tuple[Array, None]:
-        return allowed.at[slots].set(masks, mode="drop"), None
+        return allowed.at[slots].set(jnp.broadcast_to(masks, (*slots.shape, *allowed.shape[1:])), mode="drop"), None
 
     allowed, _ = layout.map(set_rows, None, cache.sampling.allowed, slots, masks)
     return cache.replace(sampling=cache.sampling.replace(allowed=allowed))
@@ -354,7 +352,7 @@ def forward(
     )  # fmt: skip
 
 
-@functools.partial(_step, static_argnames=("cfg", "numerics", "collect"))
+@functools.partial(jit_step, static_argnames=("cfg", "numerics", "collect"))
 def _forward(
     params: dict[str, Any],
     tokens: Array,

@@ -25,7 +25,7 @@ from typing import Literal
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from dsv4jax.sampling import (
     SamplingParams,
@@ -104,7 +104,7 @@ def verify(
     valid: Bool[Array, "requests tokens"],
     *,
     method: Method = "rejection",
-    allowed: UInt32[Array, "requests tokens words"] | None = None,
+    pause_tokens: Int32[Array, "requests pauses"] | None = None,
     forced_acceptance: Float[Array, "drafts"] | None = None,
 ) -> Verified:
     """Accepts a prefix of each request's drafts and chooses the token that follows it.
@@ -115,10 +115,12 @@ def verify(
       draft_counts: how many of them to verify, 0 .. drafts. With `draft_logits`, whether draft j is among them may
         depend on the drafts before it but not on draft j itself, or the output's distribution is not the target's.
       draft_logits: what `draw_drafts(shared_noise=False)` was given for each draft; None for drafts chosen otherwise.
-      state, params, slots, tokens, positions, valid: as in `sample`; valid[:, 0] is False for a padded request.
+      state, params, slots, tokens, positions, valid: as in `sample`; valid[:, 0] is False for a padded request. What
+        `state` allows at a place holds if the drafts up to it stand; behind a draft that is not allowed it may be
+        anything.
       method: with draft logits, whether each draft is accepted for itself or the block as a whole; see below.
-      allowed: tokens that may follow each input token if the drafts up to it stand, in place of the one mask per slot
-        in `state.allowed`; masks of later rows may be anything once a draft is not allowed.
+      pause_tokens: a draft that is one of these is the last token of its request in this step if it stands: what may
+        follow it is not known yet. What is dropped behind it has had no say in it, so that all said below holds.
       forced_acceptance: synthetic acceptance for benchmarks, the output is then not the model's: draft j is accepted
         with this probability if those before it are. All that `verify` computes otherwise is computed all the same. An
         array with a negative entry forces nothing.
@@ -144,62 +146,28 @@ def verify(
     """
     num_tokens, vocab = target_logits.shape[1:]
     columns = jnp.arange(num_tokens)
-    adjusted = adjusted_logits(target_logits, state, params, slots, tokens, positions, valid, allowed)
+    adjusted = adjusted_logits(target_logits, state, params, slots, tokens, positions, valid)
     log_total = log_totals(target_logits)
     defined = jnp.isfinite(log_total) & (jnp.max(adjusted, axis=-1) > -jnp.inf)
     random = valid & draws_at_random(params)[:, None]
     verifiable = (columns[:-1] < draft_counts[:, None]) & valid[:, 1:] & defined[:, :-1]
     verifiable &= (drafts >= 0) & (drafts < vocab)
     uniform = _uniform_noise(_in_round(params, positions[:, 0], _ACCEPT), positions[:, :-1])
-
-    def settled(accepted: Int32[Array, "requests"]) -> Int32[Array, "requests"]:
-        if forced_acceptance is None:
-            return accepted
-        forced = _prefix_length(verifiable & (uniform < forced_acceptance))
-        # As long as the compiler cannot rule this out, it has to keep what the measured program would compute.
-        return jnp.where(jnp.all(forced_acceptance >= 0), forced, accepted)
-
-    def where_equal(chosen: Int32[Array, "requests tokens"]) -> tuple[Array, Array]:
-        accepted = settled(_prefix_length(verifiable & (chosen[:, :-1] == drafts)))
-        return accepted, _at(chosen, accepted)
-
-    def at_random() -> tuple[Array, Array]:
-        scores, draft_scores = filtered_logits(adjusted, random, params), _tempered(draft_logits, params)
-        totals, draft_totals = jax.nn.logsumexp(scores, axis=-1), jax.nn.logsumexp(draft_scores, axis=-1)
-        considered = verifiable & (jnp.isfinite(draft_totals) | ~random[:, :1])
-        counts = _prefix_length(considered)
-        ratio = _ratio(_of(drafts, scores[:, :-1]) - totals[:, :-1], _of(drafts, draft_scores) - draft_totals)
-        if method == "rejection":
-            weights = jnp.ones_like(totals)
-            accepted = _prefix_length(considered & (uniform < ratio))
-        else:
-            weights = _block_weights(ratio)
-            rows = (scores[:, 1:-1], totals[:, 1:-1], draft_scores[:, 1:], draft_totals[:, 1:], weights[:, 1:-1])
-            accepted = _block_length(counts, weights[:, 1:], jnp.sum(_excess(*rows), axis=-1), uniform)
-        equal = _prefix_length(considered & (jnp.argmax(scores[:, :-1], axis=-1) == drafts))
-        accepted = settled(jnp.where(random[:, 0], accepted, equal))
-
-        # Noise is needed for one row per request only.
-        last = jnp.minimum(accepted, drafts.shape[1] - 1)
-        draft_row = _tempered(_at(draft_logits, last), params)
-        row = _at(scores, accepted)
-        residual = _excess(row, _at(totals, accepted), draft_row, _at(draft_totals, last), _at(weights, accepted))
-        # If rounding leaves no residual, p and q are equal, and the draft was rejected by rounding: then p it is.
-        rejected = random[:, 0] & (accepted < counts) & jnp.any(residual > 0, axis=-1)
-        row = jnp.where(rejected[:, None], jnp.log(residual), row)
-        noise = gumbel_noise(params, _at(positions, accepted)[:, None] + 1, vocab)[:, 0]
-        chosen = jnp.argmax(jnp.where(random[:, :1], row + noise, row), axis=-1)
-        return accepted, chosen.astype(jnp.int32)
-
+    block = _Block(drafts, verifiable, uniform, forced_acceptance)
     if draft_logits is None:
-        accepted, following = where_equal(choose_tokens(adjusted, random, params, positions))
+        accepted, following = _where_equal(block, choose_tokens(adjusted, random, params, positions))
     else:
         accepted, following = where_needed(
-            jnp.any(random), at_random, lambda: where_equal(jnp.argmax(adjusted, axis=-1).astype(jnp.int32))
+            jnp.any(random),
+            lambda: _at_random(block, adjusted, draft_logits, random, params, positions, method),
+            lambda: _where_equal(block, jnp.argmax(adjusted, axis=-1).astype(jnp.int32)),
         )
 
-    emitted = valid & (columns <= accepted[:, None])
     chosen = jnp.where(columns < accepted[:, None], jnp.pad(drafts, [(0, 0), (0, 1)]), following[:, None])
+    if pause_tokens is not None:
+        goes_on = jnp.all(drafts[..., None] != pause_tokens[:, None], axis=-1)
+        accepted = jnp.minimum(accepted, _prefix_length(goes_on))
+    emitted = valid & (columns <= accepted[:, None])
     chosen = jnp.where(defined & emitted, chosen, 0)
     sampled = with_logprobs(chosen, defined, target_logits, log_total, params, emitted)
     return Verified(
@@ -210,6 +178,72 @@ def verify(
         top_logprobs=sampled.top_logprobs,
         emitted=emitted,
     )
+
+
+@flax.struct.dataclass
+class _Block:
+    """The drafts of a step, and what is known of them before they are compared."""
+
+    drafts: Int32[Array, "requests drafts"]
+    verifiable: Bool[Array, "requests drafts"]
+    uniform: Float32[Array, "requests drafts"]
+    """Noise that accepts."""
+    forced: Float[Array, "drafts"] | None
+
+    def settled(self, accepted: Int32[Array, "requests"]) -> Int32[Array, "requests"]:
+        """How many drafts stand, given how many should: as many as the law says that is forced, if any is."""
+        if self.forced is None:
+            return accepted
+        forced = _prefix_length(self.verifiable & (self.uniform < self.forced))
+        # As long as the compiler cannot rule this out, it has to keep what the measured program would compute.
+        return jnp.where(jnp.all(self.forced >= 0), forced, accepted)
+
+
+def _where_equal(
+    block: _Block, chosen: Int32[Array, "requests tokens"]
+) -> tuple[Int32[Array, "requests"], Int32[Array, "requests"]]:
+    """Drafts that stand because they are what was chosen in their place, and the token after them."""
+    accepted = block.settled(_prefix_length(block.verifiable & (chosen[:, :-1] == block.drafts)))
+    return accepted, _at(chosen, accepted)
+
+
+def _at_random(
+    block: _Block,
+    adjusted: Float32[Array, "requests tokens vocab"],
+    draft_logits: Float32[Array, "requests drafts vocab"],
+    random: Bool[Array, "requests tokens"],
+    params: SamplingParams,
+    positions: Int32[Array, "requests tokens"],
+    method: Method,
+) -> tuple[Int32[Array, "requests"], Int32[Array, "requests"]]:
+    """Drafts that stand by `method`, for greedy requests by comparison, and the token after them."""
+    drafts = block.drafts
+    scores, draft_scores = filtered_logits(adjusted, random, params), _tempered(draft_logits, params)
+    totals, draft_totals = jax.nn.logsumexp(scores, axis=-1), jax.nn.logsumexp(draft_scores, axis=-1)
+    considered = block.verifiable & (jnp.isfinite(draft_totals) | ~random[:, :1])
+    counts = _prefix_length(considered)
+    ratio = _ratio(_of(drafts, scores[:, :-1]) - totals[:, :-1], _of(drafts, draft_scores) - draft_totals)
+    if method == "rejection":
+        weights = jnp.ones_like(totals)
+        accepted = _prefix_length(considered & (block.uniform < ratio))
+    else:
+        weights = _block_weights(ratio)
+        rows = (scores[:, 1:-1], totals[:, 1:-1], draft_scores[:, 1:], draft_totals[:, 1:], weights[:, 1:-1])
+        accepted = _block_length(counts, weights[:, 1:], jnp.sum(_excess(*rows), axis=-1), block.uniform)
+    equal = _prefix_length(considered & (jnp.argmax(scores[:, :-1], axis=-1) == drafts))
+    accepted = block.settled(jnp.where(random[:, 0], accepted, equal))
+
+    # Noise is needed for one row per request only.
+    last = jnp.minimum(accepted, drafts.shape[1] - 1)
+    draft_row = _tempered(_at(draft_logits, last), params)
+    row = _at(scores, accepted)
+    residual = _excess(row, _at(totals, accepted), draft_row, _at(draft_totals, last), _at(weights, accepted))
+    # If rounding leaves no residual, p and q are equal, and the draft was rejected by rounding: then p it is.
+    rejected = random[:, 0] & (accepted < counts) & jnp.any(residual > 0, axis=-1)
+    row = jnp.where(rejected[:, None], jnp.log(residual), row)
+    noise = gumbel_noise(params, _at(positions, accepted)[:, None] + 1, adjusted.shape[-1])[:, 0]
+    chosen = jnp.argmax(jnp.where(random[:, :1], row + noise, row), axis=-1)
+    return accepted, chosen.astype(jnp.int32)
 
 
 def _ratio(

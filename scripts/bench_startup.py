@@ -78,12 +78,13 @@ def _export() -> None:
     params = random_params(cfg, shape.numerics) if layers else load_engine_params(_model(), cfg, shape, shape.layout)
     jax.block_until_ready(params)
     begin = time.time()
-    programs = Programs(cfg, shape.cache, shape.buckets, shape.numerics, shape.layout, expert_slots=shape.expert_slots)
+    programs = Programs(cfg, shape.cache, shape.buckets, shape.numerics, shape.layout, **shape.slots_of_experts)
     compiled = time.time()
     export_steps(_exported(), cfg, shape, params=params, compiled=programs.compiled, xla_flags=_flags())
     written = time.time()
     # Nothing is measured of programs that do something else.
-    compare_programs(programs, load(_exported(), xla_flags=_flags()).programs(), params, shape.expert_slots)
+    loaded = load(_exported(), xla_flags=_flags()).programs()
+    compare_programs(programs, loaded, params, **shape.slots_of_experts)
     memory = sum(array.nbytes for array in jax.tree.leaves(params))
     _say(
         device=jax.devices()[0].device_kind,
@@ -114,7 +115,7 @@ def _measure(programs_from: str, weights_from: str) -> None:
             programs = load(_exported(), xla_flags=_flags()).programs()
     else:
         programs = Programs(
-            cfg, shape.cache, shape.buckets, shape.numerics, shape.layout, expert_slots=shape.expert_slots,
+            cfg, shape.cache, shape.buckets, shape.numerics, shape.layout, **shape.slots_of_experts,
             progress=False,
         )  # fmt: skip
     ends["programs"] = time.time()

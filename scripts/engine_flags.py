@@ -17,6 +17,7 @@ from dsv4jax.implementation import with_implementation
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
 from dsv4jax.quant import ceil_div
 from sharding import preset
+from sharding.placement import initial_owners
 
 _MAX_MODEL_LEN = flags.DEFINE_integer(
     "max_model_len", None, "Most tokens of prompt and output together. Default: the model's, at most 16384.", 1
@@ -30,6 +31,9 @@ EXPERT_SLOTS = flags.DEFINE_integer(
     "Experts of a layer that each rank has room for. With more than it needs, the busiest have replicas; all are"
     " rearranged by their load while serving. Default: no more than needed, and nothing is rearranged.",
     1,
+)
+_DRAFT_EXPERT_SLOTS = flags.DEFINE_integer(
+    "draft_expert_slots", None, "The same as --expert_slots for the experts of a stage of the draft model.", 1
 )
 _SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time on a rank.", 1)
 PAGES = flags.DEFINE_integer(
@@ -63,8 +67,8 @@ _ENGRAM = flags.DEFINE_enum("engram", "device", ["device", "host"], "Where the E
 MEMORY_FRACTION = flags.DEFINE_float("memory_fraction", 0.9, "Share of the free memory that may be used.", 0.05, 1.0)
 
 SHAPE_FLAGS = (
-    RANKS, EXPERT_SLOTS, _MAX_MODEL_LEN, _SLOTS, PAGES, _PAGE_SIZE, _CONTEXTS, _PREFILL_TOKENS, _PREFILL_REQUESTS,
-    _DECODE_REQUESTS, _DRAFTS, _NUMERICS, _IMPLEMENTATION, _REPLAY, _DETERMINISTIC, _ENGRAM,
+    RANKS, EXPERT_SLOTS, _DRAFT_EXPERT_SLOTS, _MAX_MODEL_LEN, _SLOTS, PAGES, _PAGE_SIZE, _CONTEXTS, _PREFILL_TOKENS,
+    _PREFILL_REQUESTS, _DECODE_REQUESTS, _DRAFTS, _NUMERICS, _IMPLEMENTATION, _REPLAY, _DETERMINISTIC, _ENGRAM,
 )  # fmt: skip
 """All that an `EngineShape` follows from."""
 
@@ -99,7 +103,16 @@ def check_sizes(cfg: ModelConfig, embedded: bool) -> Sizes:
     decode_requests = sorted({*_numbers(_DECODE_REQUESTS, []), _SLOTS.value})
     if decode_requests[-1] > _SLOTS.value:
         raise ValueError(f"--decode_requests: {decode_requests[-1]} is beyond --slots={_SLOTS.value}")
-    return Sizes(length, sorted({*contexts, length}), prefill_tokens, decode_requests, _drafts(cfg))
+    drafts = _drafts(cfg)
+    if _DRAFT_EXPERT_SLOTS.value is not None and not drafts:
+        raise ValueError(f"--draft_expert_slots={_DRAFT_EXPERT_SLOTS.value}: no drafts are made")
+    for flag, experts in ((EXPERT_SLOTS, cfg.n_routed_experts), (_DRAFT_EXPERT_SLOTS, cfg.dspark_n_routed_experts)):
+        if flag.value is not None:
+            try:
+                initial_owners(1, experts, RANKS.value, flag.value)
+            except ValueError as error:
+                raise ValueError(f"--{flag.name}={flag.value}: {error}") from None
+    return Sizes(length, sorted({*contexts, length}), prefill_tokens, decode_requests, drafts)
 
 
 def make_shape(cfg: ModelConfig, sizes: Sizes, layout_preset: str | None = None) -> EngineShape:
@@ -127,8 +140,8 @@ def make_shape(cfg: ModelConfig, sizes: Sizes, layout_preset: str | None = None)
         raise ValueError(f"--pages={pages}: {pages * _PAGE_SIZE.value} tokens are fewer than --max_model_len={length}")
     if pages is None:
         spare = 4 << 30 if jax.default_backend() != "cpu" else 1 << 30
-        fraction, expert_slots = MEMORY_FRACTION.value, EXPERT_SLOTS.value
-        options = {"tables_on_device": on_device, "expert_slots": expert_slots, "fraction": fraction}
+        slots = {"expert_slots": EXPERT_SLOTS.value, "draft_expert_slots": _DRAFT_EXPERT_SLOTS.value}
+        options = {"tables_on_device": on_device, "fraction": MEMORY_FRACTION.value, **slots}
         # At least one request of full length: if that does not fit, the plan says so.
         one_request = ceil_div(length, _PAGE_SIZE.value)
         fit = pages_that_fit(cfg, one, numerics, layout, spare=spare, **options)
@@ -154,6 +167,7 @@ def make_shape(cfg: ModelConfig, sizes: Sizes, layout_preset: str | None = None)
         preset=name,
         devices=ranks,
         expert_slots=EXPERT_SLOTS.value,
+        draft_expert_slots=_DRAFT_EXPERT_SLOTS.value,
         replay=replay,
         deterministic=deterministic,
         drafts=sizes.drafts,

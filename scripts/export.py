@@ -65,7 +65,7 @@ def _run() -> None:
         if not shape.tables_on_device:
             tables, token_map = HostEngramTables(model, cfg), compressed_ids(Tokenizer.from_checkpoint(model), cfg)
         if _WEIGHTS.value:
-            options = {"tables_on_device": shape.tables_on_device, "expert_slots": shape.expert_slots}
+            options = {"tables_on_device": shape.tables_on_device, **shape.slots_of_experts}
             plan = memory_plan(cfg, shape.cache, shape.numerics, layout, fraction=MEMORY_FRACTION.value, **options)
             plan.require()
             params = load_engine_params(model, cfg, shape, layout)
@@ -73,7 +73,7 @@ def _run() -> None:
         if target is None:
             programs = Programs(
                 cfg, shape.cache, shape.buckets, shape.numerics, layout, tables, token_map,
-                expert_slots=shape.expert_slots,
+                **shape.slots_of_experts,
             )  # fmt: skip
         export_steps(
             _OUTPUT.value,
@@ -89,7 +89,7 @@ def _run() -> None:
         )
     if _CHECK.value:
         loaded = load(_OUTPUT.value, xla_flags=os.environ.get("XLA_FLAGS", "")).programs(tables, token_map)
-        compare_programs(programs, loaded, params, shape.expert_slots)
+        compare_programs(programs, loaded, params, **shape.slots_of_experts)
     size = sum(file.stat().st_size for file in Path(_OUTPUT.value).rglob("*") if file.is_file())
     print(f"{_OUTPUT.value}: {size / 1e6:,.1f} MB in {time.perf_counter() - begin:.1f} s")
 

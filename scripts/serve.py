@@ -45,7 +45,7 @@ from dsv4jax.engine.channel import ChannelConfig, ChannelFailure, FollowerChanne
 from dsv4jax.engine.cluster import join_cluster
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.engine_params import load_engine_params
-from dsv4jax.engine.engine_shape import scheduler_config
+from dsv4jax.engine.engine_shape import EngineShape, scheduler_config
 from dsv4jax.engine.grammar import GrammarCompiler
 from dsv4jax.engine.handshake import HandshakeError
 from dsv4jax.engine.jax_executor import JaxExecutor
@@ -140,22 +140,21 @@ def _channel_config(model: Path, cfg: ModelConfig) -> ChannelConfig | None:
     return ChannelConfig(host.strip("[]"), int(port), _PROCESSES.value, _PROCESS.value, token, same)
 
 
-def _balancer(cfg: ModelConfig, ranks: int, expert_slots: int | None) -> ExpertBalancer | None:
-    if expert_slots is None:
-        return None
-    try:
-        owners = initial_owners(cfg.num_hidden_layers, cfg.n_routed_experts, ranks, expert_slots)
-    except ValueError as error:
-        raise ValueError(f"--expert_slots={expert_slots}: {error}") from None
-    window = _BALANCE_WINDOW.value
-    return ExpertBalancer(
-        BalanceConfig(window, interval=_BALANCE_INTERVAL.value, vectors=min(250, window)),
-        Solver(ranks, _PROCESSES.value),
-        owners,
-        stack="layers",
-        experts=cfg.n_routed_experts,
-        experts_per_token=cfg.num_experts_per_tok,
-    )
+def _balancers(cfg: ModelConfig, shape: EngineShape, ranks: int) -> list[ExpertBalancer]:
+    target = cfg.num_hidden_layers, cfg.n_routed_experts, cfg.num_experts_per_tok
+    draft = cfg.num_nextn_predict_layers, cfg.dspark_n_routed_experts, cfg.dspark_num_experts_per_tok
+    window, made = _BALANCE_WINDOW.value, []
+    for stack, slots, sizes in (("layers", shape.expert_slots, target), ("mtp", shape.draft_expert_slots, draft)):
+        if slots is None:
+            continue
+        layers, experts, experts_per_token = sizes
+        owners = initial_owners(layers, experts, ranks, slots)
+        config = BalanceConfig(window, interval=_BALANCE_INTERVAL.value, vectors=min(250, window))
+        solver = Solver(ranks, _PROCESSES.value)
+        made.append(
+            ExpertBalancer(config, solver, owners, stack=stack, experts=experts, experts_per_token=experts_per_token)
+        )
+    return made
 
 
 def _digest(*content: bytes) -> str:
@@ -183,7 +182,7 @@ def _engine(
             raise ValueError(f"--ranks={RANKS.value}: all processes together have {jax.device_count()} devices")
     shape = make_shape(cfg, sizes) if exported is None else exported.shape
     layout, cache_cfg, numerics = shape.layout, shape.cache, shape.numerics
-    balancer = _balancer(cfg, layout.ranks, shape.expert_slots)
+    balancers = _balancers(cfg, shape, layout.ranks)
     tokenizer_hash = hashlib.sha256((model / "tokenizer.json").read_bytes()).digest()
     scheduler_cfg = scheduler_config(
         cfg,
@@ -197,8 +196,8 @@ def _engine(
         prefix_cache=_PREFIX_CACHE.value,
         namespace=f"{cfg}{cache_cfg}{numerics}".encode() + tokenizer_hash,
     )
-    on_device, expert_slots = shape.tables_on_device, shape.expert_slots
-    options = {"tables_on_device": on_device, "expert_slots": expert_slots, "fraction": MEMORY_FRACTION.value}
+    on_device = shape.tables_on_device
+    options = {"tables_on_device": on_device, "fraction": MEMORY_FRACTION.value, **shape.slots_of_experts}
     options["packed"] = exported is not None and not _MODEL.value
     memory_plan(cfg, cache_cfg, numerics, layout, **options).require()
 
@@ -208,7 +207,7 @@ def _engine(
         programs = exported.programs(tables, token_map)
     else:
         programs = Programs(
-            cfg, cache_cfg, shape.buckets, numerics, layout, tables, token_map, expert_slots=expert_slots
+            cfg, cache_cfg, shape.buckets, numerics, layout, tables, token_map, **shape.slots_of_experts
         )
     plan = memory_plan(cfg, cache_cfg, numerics, layout, workspace=programs.workspace_bytes, **options)
     held = f"{cache_cfg.slots} slots and {cache_cfg.pages} pages of {cache_cfg.page_size} tokens"
@@ -220,7 +219,7 @@ def _engine(
     else:
         params = load_engine_params(model, cfg, shape, layout)
     usable = min(tokenizer.vocab_size, cfg.vocab_size)
-    executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value, balancer=balancer)
+    executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value, balancers=balancers)
     if channel is None:
         executor.warm_up()
         if shape.drafts and not shape.deterministic:

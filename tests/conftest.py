@@ -59,8 +59,14 @@ def released_tokenizer(released_json):
 
 
 @pytest.fixture(scope="session")
-def default_tokenizer():
+def default_tokenizer_json() -> str:
+    """The `tokenizer.json` of the embedded default model."""
+    return (Path(__file__).parent.parent / "dsv4jax/default_model/tokenizer.json").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def default_tokenizer(default_tokenizer_json):
     """The tokenizer of the embedded default model."""
     from dsv4jax.tokenizer import Tokenizer
 
-    return Tokenizer.from_file(Path(__file__).parent.parent / "dsv4jax/default_model/tokenizer.json")
+    return Tokenizer(default_tokenizer_json)

@@ -6,6 +6,7 @@ comes out.
 """
 
 import collections
+import copy
 import hashlib
 
 import numpy as np
@@ -26,8 +27,20 @@ def next_token(history, seed, mask=None) -> int:
     digest = hashlib.sha256(np.asarray(history, np.int32).tobytes() + repr(seed).encode()).digest()
     allowed = np.arange(VOCAB)
     if mask is not None:
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB])
     return int(allowed[digest[0] % len(allowed)])
+
+
+def allows(mask, token) -> bool:
+    """Whether a mask allows a token."""
+    return mask is None or bool(mask[token // 32] >> (token % 32) & 1)
+
+
+def mask_of(tokens):
+    """The mask that allows some tokens."""
+    bits = np.zeros(64, np.uint8)
+    bits[tokens] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 class ChainMask:
@@ -43,9 +56,23 @@ class ChainMask:
         self.count = self.place = 0
         self.made = {}
 
+    pause_tokens = ()
+
     @property
     def unchanged_for(self):
         return max(1, min(self.period - self.count % self.period, self.fail_after - self.count))
+
+    def along(self, drafts):
+        masks, ahead = [self.next()], copy.copy(self)
+        for draft in drafts:
+            if not allows(masks[-1], draft):
+                return [*masks, masks[-1]]
+            try:
+                ahead.push(draft)
+                masks.append(ahead.next())
+            except MaskError:
+                break
+        return masks
 
     def next(self, ahead=0):
         assert ahead == 0 or (ahead == 1 and not self.waits_for_tokens)
@@ -57,16 +84,35 @@ class ChainMask:
         if count % 3 == 2:
             return None
         if (count, place) not in self.made:
-            bits = np.zeros(64, np.uint8)
-            bits[(place + np.arange(8)) % VOCAB] = 1
-            self.made[count, place] = np.packbits(bits, bitorder="little").view(np.uint32)
+            self.made[count, place] = mask_of((place + np.arange(8)) % VOCAB)
         return self.made[count, place]
 
     def push(self, token):
-        mask = self.next()
-        if mask is not None and not mask[token // 32] >> (token % 32) & 1:
+        if not allows(self.next(), token):
             raise Violation(f"token {token} was sampled against the mask")
         self.count, self.place = self.count + 1, (self.place + token) % VOCAB
+
+
+class PausingMask(ChainMask):
+    """Allows ten tokens, until one of two follows an even one: for three tokens it is then one that waits for them."""
+
+    def __init__(self):
+        super().__init__(waits=True)
+        self.left, self.last, self.free = 0, 1, mask_of(np.arange(2, 12))
+
+    waits_for_tokens = property(lambda self: self.left > 0 or self.last % 2 == 0, lambda self, _: None)
+    unchanged_for = property(lambda self: 1 if self.left else 10**6)
+    pause_tokens = property(lambda self: () if self.left else (8, 9))
+
+    def next(self, ahead=0):
+        assert not (ahead and self.waits_for_tokens)
+        return super().next() if self.left else self.free
+
+    def push(self, token):
+        super().push(token)
+        turns = not self.left and token in (8, 9) and self.last % 2 == 0
+        self.left = 3 if turns else max(0, self.left - 1)
+        self.last = token
 
 
 def rollout(request, index) -> list[int]:
@@ -91,7 +137,10 @@ class CheckingExecutor:
     """Runs plans against remembered pages and windows; the clock counts steps.
 
     Each draft is right with probability `acceptance`, and of the drafts that a step may leave out it verifies some.
+    What is right under a mask, `futures` tell: whole token sequences that requests will have.
     """
+
+    futures = ()
 
     def __init__(self, cfg, acceptance=0.6):
         self.cfg, self.acceptance = cfg, acceptance
@@ -116,7 +165,7 @@ class CheckingExecutor:
         self.masks = [[None] * cfg.slots for _ in range(cfg.ranks)]
         self.floors = np.zeros((cfg.ranks, cfg.slots), int)
         self.positions = np.zeros((cfg.ranks, cfg.slots), int)
-        self.drafts = np.zeros((cfg.ranks, cfg.slots), int)  # that follow the newest chosen token
+        self.drafts = [[[] for _ in range(cfg.slots)] for _ in range(cfg.ranks)]  # behind the newest chosen token
 
     def now(self):
         return self._time
@@ -182,50 +231,76 @@ class CheckingExecutor:
         for slot in plan.first_drafts:
             chunk = next(c for c in plan.prefills if c.slot == slot)
             assert chunk.end == len(chunk.tokens), "drafts in the middle of a prompt"
-            self.drafts[rank, slot] = cfg.drafts
-        return RankResult(_sampled(prefills), _sampled(decodes), (None,) * len(prefills), speculation)
+            self.drafts[rank][slot] = self._draft(rank, slot, chunk.pages, chunk.end)
+        first_drafts = [self.drafts[rank][slot] for slot in plan.first_drafts]
+        return RankResult(
+            _sampled(prefills),
+            _sampled(decodes),
+            (None,) * len(prefills),
+            speculation,
+            np.array(first_drafts, np.int32) if first_drafts else None,
+        )
 
     def _move(self, rank, slot, position):
         """After a step without drafts."""
-        self.positions[rank, slot], self.drafts[rank, slot] = position, 0
+        self.positions[rank, slot], self.drafts[rank][slot] = position, []
+
+    def _draft(self, rank, slot, pages, position):
+        """Drafts behind the newest chosen token of a slot, which is at a position."""
+        history = [*self._history(rank, pages, position), self.next_tokens[rank, slot]]
+        known = next((f for f in self.futures if np.array_equal(f[: len(history)], history)), history)
+        drafts = []
+        for _ in range(self.cfg.drafts):
+            place = len(history)
+            token = known[place] if place < len(known) else next_token(history, self.seeds[rank][slot])
+            if self.rng.random() >= self.acceptance:
+                token = (token + 1) % VOCAB
+            drafts.append(int(token))
+            history.append(token)
+        return drafts
 
     def _speculate(self, rank, s):
         width = self.cfg.drafts + 1
-        verified, rows = [], []
-        for slot, most, end, given, least, drafts, pages in zip(
+        verified, rows, next_drafts = [], [], []
+        for slot, most, end, given, least, drafts, pauses, seen, pages in zip(
             s.slots.tolist(), s.positions.tolist(), s.ends.tolist(), s.tokens.tolist(), s.min_drafts, s.max_drafts,
-            s.page_table, strict=True,
+            s.pause_tokens, s.seen, s.page_table, strict=True,
         ):  # fmt: skip
             assert 0 <= least <= drafts <= self.cfg.drafts
             position, token = int(self.positions[rank, slot]), int(self.next_tokens[rank, slot])
             assert token >= 0, "a token was used before it was sampled"
-            assert position <= most <= end
+            assert position <= most <= end and (given != NEXT_TOKEN or seen <= position)
             if given != NEXT_TOKEN:
                 assert position == most and drafts == 0
                 token = given
-            if position >= end:
+            if position >= end or (token in pauses and position > seen):
                 verified.append(0)
                 rows.append([])
+                next_drafts.append([VOCAB] * self.cfg.drafts)
                 continue
-            limit = min(drafts, self.drafts[rank, slot], end - position - 1)
+            held = self.drafts[rank][slot]
+            limit = min(drafts, len(held), end - position - 1)
             count = int(self.rng.integers(min(least, limit), limit + 1))
             tokens = []
             for place in range(count + 1):
                 self._write(rank, slot, pages, position + place, token, None)
-                token = self._sample(rank, slot, pages, position + place + 1)
+                token = self._sample(rank, slot, pages, position + place + 1, place)
                 tokens.append(token)
-                if place < count and self.rng.random() >= self.acceptance:
+                if place < count and (token != held[place] or token in pauses):
                     break
             for rejected in range(position + len(tokens), position + count + 1):
                 self._write(rank, slot, pages, rejected, VOCAB, None)
             verified.append(count)
             rows.append(tokens)
-            self.positions[rank, slot], self.drafts[rank, slot] = position + len(tokens), self.cfg.drafts
+            self.positions[rank, slot] = position + len(tokens)
+            self.drafts[rank][slot] = self._draft(rank, slot, pages, position + len(tokens))
+            next_drafts.append(self.drafts[rank][slot])
         return Speculated(
             counts=np.array([len(row) for row in rows], np.int32),
             verified=np.array(verified, np.int32),
             tokens=np.array([row + [0] * (width - len(row)) for row in rows], np.int32),
             logprobs=np.zeros((len(rows), width), np.float32),
+            next_drafts=np.array(next_drafts, np.int32).reshape(len(rows), self.cfg.drafts),
         )
 
     def _write(self, rank, slot, pages, position, token, chunk):
@@ -247,14 +322,19 @@ class CheckingExecutor:
         else:
             place[position % size] = token
 
-    def _sample(self, rank, slot, pages, length):
-        size = self.cfg.page_size
-        used = pages[: -(-length // size)]
-        history = self.pages[rank, used].reshape(-1)[:length]
-        assert (history >= 0).all(), "a page without content was read"
-        token = next_token(history, self.seeds[rank][slot], self.masks[rank][slot])
+    def _sample(self, rank, slot, pages, length, place=0):
+        mask = self.masks[rank][slot]
+        if mask is not None and mask.ndim == 2:
+            mask = mask[place]
+        token = next_token(self._history(rank, pages, length), self.seeds[rank][slot], mask)
         self.next_tokens[rank, slot] = token
         return token
+
+    def _history(self, rank, pages, length):
+        used = pages[: -(-length // self.cfg.page_size)]
+        history = self.pages[rank, used].reshape(-1)[:length]
+        assert (history >= 0).all(), "a page without content was read"
+        return history
 
 
 def _sampled(tokens):

@@ -99,7 +99,7 @@ class FakeEngine:
 def engine_stats(**values: float) -> EngineStats:
     """Statistics that are 0 where nothing is said."""
     names = EngineStats.__dataclass_fields__
-    fixed = {"slots": 64, "pages": 1000, "ranks": (), "drafts": DraftTotals.zero(5), "balance": None}
+    fixed = {"slots": 64, "pages": 1000, "ranks": (), "drafts": DraftTotals.zero(5), "balance": {}}
     return EngineStats(**{**dict.fromkeys(names, 0), **fixed, **values})
 
 

@@ -122,12 +122,14 @@ class Server:
         return output
 
     def speculate(
-        self, *parts: tuple[Request, int], end: int | None = None, min_drafts=0, allowed=None, tokens=None, **options
+        self, *parts: tuple[Request, int], end: int | None = None, min_drafts=0, tokens=None, pauses=None, **options
     ):
         """Verifies up to a number of drafts of each request, and drafts anew."""
-        batch = self._speculative(*parts, end=end, min_drafts=min_drafts).replace(allowed=allowed)
+        batch = self._speculative(*parts, end=end, min_drafts=min_drafts)
         if tokens is not None:
             batch = batch.replace(tokens=tokens)
+        if pauses is not None:
+            batch = batch.replace(pause_tokens=pauses[0], seen=pauses[1])
         static = {"cfg": self.cfg, "numerics": self.numerics}
         self.cache, output = speculative_step(self.params, self.cache, batch, **static, **options)
         return output

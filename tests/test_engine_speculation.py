@@ -1,6 +1,7 @@
 """The engine on the model with drafts: each request gets what it gets without them, whatever stands of the drafts."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,36 +10,51 @@ import pytest
 from golden import NOQUANT, drafting_model
 from test_scheduler import Recorder, assert_empty, drain
 
+from dsv4jax.batch import SpeculativeBatch
 from dsv4jax.cache import CacheConfig
 from dsv4jax.engine.engine import Engine
+from dsv4jax.engine.grammar import (
+    Choice,
+    ContextFreeGrammar,
+    GrammarCompiler,
+    JsonObject,
+    JsonSchema,
+    Regex,
+    ToolCalls,
+    ToolSchema,
+)
 from dsv4jax.engine.jax_executor import JaxExecutor
 from dsv4jax.engine.programs import Programs, make_buckets
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.scheduler_config import SchedulerConfig
+from dsv4jax.engine.token_mask import MaskRules, mask_factory
 from dsv4jax.sampling_settings import RequestSampling
+from dsv4jax.tokenizer import Tokenizer
 
 LENGTH, DRAFTS = 160, 4
 # The least slack that the steps may have.
-CACHE = CacheConfig(slots=3, pages=38, page_size=4, slack=DRAFTS + 1, drafts="shared")
+CACHE = CacheConfig(slots=3, pages=36, page_size=4, slack=DRAFTS + 1, drafts="shared")
 
 
 @jax.jit
-def with_drafts(cache, following, right):
-    """The cache with the tokens that follow in each slot as drafts, of which the first `right` are right.
+def with_drafts(cache, slots, drafted, following, right):
+    """The cache with the tokens that follow in slots that have drafted as drafts, and the drafts of all.
 
-    Confidences predict an even chance for each.
+    Of each the first `right` are right. Confidences predict an even chance for each.
     """
-    drafts = cache.drafts
+    drafts, rows = cache.drafts, jnp.where(drafted, slots, cache.num_slots)
     at = drafts.positions[:, None] + 1 + jnp.arange(drafts.tokens.shape[1])
     tokens = jnp.take_along_axis(following, jnp.clip(at, 0, LENGTH - 1), 1)
     tokens = jnp.where(jnp.arange(tokens.shape[1]) < right[:, None], tokens, (tokens + 1) % 100)
-    return cache.replace(drafts=drafts.replace(tokens=tokens, confidences=jnp.zeros_like(drafts.confidences)))
+    tokens = drafts.tokens.at[rows].set(tokens.at[slots].get(mode="fill", fill_value=0), mode="drop")
+    drafts = drafts.replace(tokens=tokens, confidences=jnp.zeros_like(drafts.confidences))
+    return cache.replace(drafts=drafts), tokens.at[slots].get(mode="fill", fill_value=-7)
 
 
 class WithRightDrafts(JaxExecutor):
-    """Replaces what the slots have as drafts by what requests are known to get, up to some random place in each."""
+    """Drafts, in place of what the model drafts, what requests are known to get, up to some random place in each."""
 
     known: tuple = ()
 
@@ -54,11 +70,20 @@ class WithRightDrafts(JaxExecutor):
                 if np.array_equal(tokens[: len(start.tokens)], start.tokens):
                     self.following[start.slot, : len(tokens)] = tokens
 
-    def _speculate(self, ranks):
-        if self.known:
-            right = self.rng.integers(0, DRAFTS + 1, CACHE.slots).astype(np.int32)
-            self._cache = with_drafts(self._cache, self.following, right)
-        return super()._speculate(ranks)
+    def _run(self, bucket, batches):
+        output = super()._run(bucket, batches)
+        (batch,) = batches
+        if not isinstance(batch, SpeculativeBatch):
+            return output
+        drafted = output.counts > 0 if bucket in self._programs.buckets.verify else batch.slots < CACHE.slots
+        right = self.rng.integers(0, DRAFTS + 1, CACHE.slots).astype(np.int32)
+        cache, tokens = with_drafts(self._cache, batch.slots, drafted, self.following, right)
+        if not self.known:
+            return output
+        self._cache = cache
+        if bucket in self._programs.buckets.verify:
+            return output.replace(draft=output.draft.replace(tokens=tokens))
+        return output.replace(tokens=tokens)
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +112,6 @@ def compiled():
     )
     executor = WithRightDrafts(model.params, programs, strict=True)
     executor.warm_up(progress=False)
-    executor._cache = with_drafts(executor._cache, executor.following, np.zeros(CACHE.slots, np.int32))
-    executor.compilations.count = 0
     yield executor, cfg
     executor.close()
 
@@ -162,6 +185,86 @@ def test_deterministic_results_are_the_same_bits_whatever_runs_beside_and_stands
     for one, other, undrafted in zip(made, expected, alone, strict=True):
         assert one.generated == other.generated == undrafted.generated
         assert one.logprobs == other.logprobs and one.top_logprobs == other.top_logprobs
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_tokenizer_json):
+    """The embedded one with the least tokens that the model here has room for."""
+    content, kept = json.loads(default_tokenizer_json), 450
+    model, added = content["model"], [token for token in content["added_tokens"] if token["id"] >= kept]
+    model["vocab"] = {token: i for token, i in model["vocab"].items() if i < kept}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+    for i, token in enumerate(added):
+        token["id"] = kept + i
+    return Tokenizer(json.dumps(content))
+
+
+def masked_requests(tokenizer, vocab, drafts):
+    """One under each kind of mask that changes, by what changes it; some close their reasoning or begin a call."""
+    compiler, end = GrammarCompiler(tokenizer), tokenizer.control_id("</think>")
+    marker, less = tokenizer.control_id("｜DSML｜"), int(tokenizer.encode("<")[0])
+    tools = (ToolSchema("go", '{"properties": {"to": {"type": "string"}}, "required": ["to"]}'),)
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["b"]}'
+    grammars = {
+        "schema": JsonSchema(schema),
+        "object": JsonObject(),
+        "regex": Regex("([a-f]{2}-){9}z"),
+        "choice": Choice(("the first of them all", "the second of them all")),
+        "lark": ContextFreeGrammar('start: ("a" | "bc")+ "."'),
+        "auto": ToolCalls(tools),
+        "required": ToolCalls(tools, required=True),
+    }
+    compiled = {name: compiler.compile(grammar, name) for name, grammar in grammars.items()}
+    rules = {name: MaskRules(grammar=grammar) for name, grammar in compiled.items()}
+    rules["required"] = MaskRules(grammar=compiled["required"], in_reasoning=True, reasoning_budget=7)
+    rules["reasons"] = MaskRules(grammar=compiled["schema"], in_reasoning=True)
+    rules["budget"] = MaskRules(in_reasoning=True, reasoning_budget=6, min_tokens=17)
+    rules["words"] = MaskRules(bad_words=((less, marker), (end, less, less)), min_tokens=4)
+    rng, made = np.random.default_rng(0), []
+    for i, (name, rule) in enumerate(rules.items()):
+        biased = {"auto": (less, marker), "reasons": (end,), "words": (less, end)}.get(name, ())
+        request = GenerationRequest(
+            name,
+            rng.integers(2, 120, 12 + 3 * i).astype(np.int32),
+            max_tokens=28,
+            sampling=RequestSampling(temperature=0.9, seed=i, top_p=0.9 if i % 2 else 1.0),
+            logit_bias=dict.fromkeys(biased, 6.0),
+            mask=mask_factory(rule, tokenizer, vocab),
+            drafts=drafts,
+        )
+        made.append(request)
+    return made
+
+
+def test_tokens_under_masks_that_change_are_those_without_drafts(compiled, alone, tokenizer):
+    executor, cfg = compiled
+    cfg, vocab = dataclasses.replace(cfg, eos_id=tokenizer.eos_id), executor._programs.cfg.vocab_size
+    asked = masked_requests(tokenizer, vocab, 0)
+    expected, _ = run(executor, dataclasses.replace(cfg, prefix_cache=False), asked, together=False)
+    generated = {s.request.request_id: s.generated for s in expected}
+    end, marker = tokenizer.control_id("</think>"), tokenizer.control_id("｜DSML｜")
+    assert marker in generated["auto"] and marker in generated["required"]
+    assert end in generated["reasons"][:-3] and generated["budget"].index(end) == 6
+    known, executor.known = executor.known, [np.int32([*s.request.prompt, *s.generated]) for s in expected]
+    for drafts in (None, 4):
+        executor.reset()
+        engine = Engine(Scheduler(cfg), executor, Recorder())
+        aborted = engine.submit(dataclasses.replace(asked[0], request_id="aborted", drafts=4))[0]
+        made = []
+        for i, request in enumerate(asked):
+            made += engine.submit(dataclasses.replace(request, drafts=drafts))
+            engine.step()
+            if i == 2:
+                engine.finish(aborted, "abort")
+        drain(engine)
+        assert_empty(engine)
+        assert engine.stats().preemptions > 0 and 0 < len(aborted.generated) < 28
+        for sequence in made:
+            name = sequence.request.request_id
+            assert (sequence.generated, sequence.error) == (generated[name], None), name
+            assert sequence.accepted > 3, f"{name}: {sequence.accepted} of {sequence.drafted} drafts stand"
+    executor.known = known
+    assert executor.compilations.count == 0
 
 
 def test_where_drafts_do_not_pay_only_those_are_verified_that_requests_insist_on(compiled, alone):

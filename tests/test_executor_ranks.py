@@ -216,6 +216,7 @@ def test_masks_of_all_ranks_go_to_their_slots_in_one_call(fakes):
     _, slots, values = fakes.calls[-1].arguments
     none = CACHE.slots
     assert slots.reshape(RANKS, -1).tolist() == [[none] * 4, [2, 0, none, none], [2, none, none, none]]
+    assert values.shape[1] == 1
     values = values.reshape(RANKS, 4, -1)
     assert np.array_equal(values[1, 0], first) and np.array_equal(values[2, 0], second)
     assert (values[1, 1] == 0xFFFFFFFF).all()

@@ -104,7 +104,7 @@ def test_the_steps_are_called_as_the_live_ones_are(loaded):
         cache = loaded.init_cache(CFG, cache_cfg, shape().numerics)
         rows = request_rows(PROMPT, [], {}, CFG.vocab_size)
         cache = loaded.start_request(cache, 0, *rows, len(PROMPT))
-        cache = loaded.set_allowed_tokens(cache, np.zeros(1, np.int32), np.full((1, 26), 0xFFFFFFFF, np.uint32))
+        cache = loaded.set_allowed_tokens(cache, np.zeros(1, np.int32), np.full((1, 1, 26), 0xFFFFFFFF, np.uint32))
         chunk = PrefillChunk(PROMPT, 0, len(PROMPT), 0, pages)
         batch = prefill_batch(CFG, cache_cfg, [chunk], PrefillBucket(32, 2, 6))
         cache, output = loaded.prefill_step(params, cache, batch, **keywords)
@@ -128,7 +128,9 @@ def test_the_steps_are_called_as_the_live_ones_are(loaded):
             with pytest.raises(ValueError, match=message):
                 loaded.speculative_step(params, cache, arguments[0], **arguments[1])
         with pytest.raises(ValueError, match=r"slots: 3 of each rank; exported are \(1, 2\)"):
-            loaded.set_allowed_tokens(cache, np.zeros(3, np.int32), np.zeros((3, 26), np.uint32))
+            loaded.set_allowed_tokens(cache, np.zeros(3, np.int32), np.zeros((3, 1, 26), np.uint32))
+        with pytest.raises(ValueError, match=r"masks: 2 places of each row; exported are \[1, "):
+            loaded.set_allowed_tokens(cache, np.zeros(1, np.int32), np.zeros((1, 2, 26), np.uint32))
         with pytest.raises(ExportMismatch, match=r"config.swiglu_limit: exported with 10.0, here 9.0"):
             loaded.check_config(other)
 
@@ -326,7 +328,8 @@ def test_the_first_difference_of_signatures_is_named():
 
 
 def test_shapes_are_read_back_as_they_were():
-    for changes in ({}, {"numerics": FAST, "preset": "latency", "devices": 4, "expert_slots": 3, "replay": "bounded"}):
+    slots = {"expert_slots": 3, "draft_expert_slots": 5}
+    for changes in ({}, {"numerics": FAST, "preset": "latency", "devices": 4, "replay": "bounded", **slots}):
         made = dataclasses.replace(shape(), **changes)
         assert EngineShape.from_dict(json.loads(json.dumps(made.to_dict()))) == made
 

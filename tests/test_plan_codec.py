@@ -39,13 +39,16 @@ def test_arrays_keep_type_shape_and_alignment_whatever_is_before_them():
         chunk = Prefill(slot, tokens, 1, 4, np.zeros(0, np.int32), 0, 0, 2)
         ints = np.array([slot, 2], np.int32)
         decodes = Decodes(ints, ints, -ints, np.arange(6, dtype=np.int32).reshape(3, 2).T)
-        rank = RankPlan((start,), (SlotMask(slot, mask), SlotMask(0, None)), (chunk,), decodes)
+        by_place = np.stack([mask, ~mask])
+        masks = (SlotMask(slot, mask), SlotMask(0, None), SlotMask(3, by_place))
+        rank = RankPlan((start,), masks, (chunk,), decodes)
         back = PlanDecoder().decode(PlanEncoder().encode(StepPlan(3, (NOTHING, rank, NOTHING))))
         assert back.number == 3 and back.ranks[0].decodes is None and not back.ranks[2].starts
         other = back.ranks[1]
         assert other.starts[0].sampling == start.sampling and other.starts[0].logit_bias == start.logit_bias
         assert other.prefills[0].tokens is other.starts[0].tokens
         pairs = [(tokens, other.starts[0].tokens), (mask, other.masks[0].mask), (chunk.pages, other.prefills[0].pages)]
+        pairs += [(by_place, other.masks[2].mask)]
         pairs += [(getattr(decodes, f.name), getattr(other.decodes, f.name)) for f in dataclasses.fields(decodes)]
         for sent, received in pairs:
             assert received.dtype == sent.dtype and received.shape == sent.shape and received.flags.aligned

@@ -37,6 +37,8 @@ FLAGS = [
     "--deterministic",
     "--strict",
 ]
+# Of several processes: experts of target and draft move all the time.
+MOVING = ["--expert_slots=7", "--draft_expert_slots=7", "--balance_window=3", "--balance_interval=6"]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,7 @@ class Server:
         command = [*SERVE, f"--model={checkpoint}", *FLAGS]
         if processes > 1:
             command += [f"--coordinator=127.0.0.1:{free_port()}", f"--processes={processes}", f"--ranks={processes}"]
+            command += MOVING
         commands = [[*command, *([f"--process={i}"] if i else [])] for i in range(processes)]
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         self.processes = [subprocess.Popen(c, env=environment, **pipes) for c in commands]
@@ -142,9 +145,10 @@ def complete(address, i, **fields):
 
 
 def answers(address):
-    """More requests at once than all slots hold; and one again, for which there is a cached prefix."""
+    """More requests at once than all slots hold, one with masks that change; and one again, with a cached prefix."""
+    masked = {"structured_outputs": {"regex": "[a-f ]{9}"}}
     with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda i: complete(address, i), range(6)))
+        found = list(pool.map(lambda i: complete(address, i, **(masked if i == 3 else {})), range(6)))
     return [*found, complete(address, 5), complete(address, 4, echo=True, max_tokens=1)]
 
 
@@ -153,8 +157,19 @@ def test_two_processes_answer_like_one_and_drain_together(start):
     servers = [start(1), start(2)]
     alone, together = (answers(server.ready().address) for server in servers)
     assert together == alone
-    metrics = call(servers[1].address, "/metrics").decode()
-    assert re.search(r"^dsv4jax:compilations_total{.*} 0.0$", metrics, re.M)
+    metrics = ""
+
+    def value(name, label=""):
+        return float(re.search(rf"^{name}{{.*{label}.*}} (\S+)$", metrics, re.M)[1])
+
+    while not metrics or value("dsv4jax:steps_total") < 110:  # how experts move is read every hundred steps
+        complete(servers[1].address, 0, max_tokens=50)
+        metrics = call(servers[1].address, "/metrics").decode()
+    assert value("dsv4jax:compilations_total") == 0
+    assert all(value("dsv4jax:verified_drafts_total", f'position="{place}"') > 0 for place in range(4))
+    for model in ("expert", "draft_expert"):
+        assert value(f"dsv4jax:{model}_rearrangements_total") > 0
+        assert value(f"dsv4jax:{model}_rearrangement_failures_total") == 0
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(complete, servers[1].address, 0, max_tokens=50)
         while json.loads(call(servers[1].address, "/status.json"))["stats"]["running"] == 0:

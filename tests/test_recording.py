@@ -31,6 +31,7 @@ class AlternatingMask:
 
     waits_for_tokens = False
     unchanged_for = 1
+    pause_tokens = ()
 
     def __init__(self):
         self.count = 0
@@ -38,6 +39,9 @@ class AlternatingMask:
 
     def next(self, ahead=0):
         return self.masks[(self.count + ahead) % 2]
+
+    def along(self, drafts):
+        return [self.masks[(self.count + i) % 2] for i in range(len(drafts) + 1)]
 
     def push(self, token):
         self.count += 1
@@ -233,15 +237,17 @@ def test_a_prompt_is_written_once(tmp_path):
 
 def test_masks_come_back_from_a_file(tmp_path):
     mask = np.array([0xDEADBEEF, 1], np.uint32)
-    rank = RankPlan((), (SlotMask(2, mask), SlotMask(3, None)), (), None)
+    by_place = np.stack([mask, ~mask])
+    rank = RankPlan((), (SlotMask(2, mask), SlotMask(3, None), SlotMask(4, by_place)), (), None)
     save_recording([Event("dispatch", 0.0, StepPlan(0, (rank,)))], tmp_path / "r.jsonl")
-    first, second = load_recording(tmp_path / "r.jsonl")[0].plan.ranks[0].masks
+    first, second, third = load_recording(tmp_path / "r.jsonl")[0].plan.ranks[0].masks
     assert (first.slot, first.mask.tolist()) == (2, mask.tolist()) and first.mask.dtype == np.uint32
     assert (second.slot, second.mask) == (3, None)
+    assert third.mask.tolist() == by_place.tolist() and third.mask.dtype == np.uint32
 
 
 @pytest.mark.parametrize("header", ["", "{}\n", json.dumps({"recording": "dsv4jax.engine", "version": 1}) + "\n"])
 def test_other_files_are_refused(tmp_path, header):
     (tmp_path / "r.jsonl").write_text(header)
-    with pytest.raises(ValueError, match=r"r\.jsonl: not a recording of version 2"):
+    with pytest.raises(ValueError, match=r"r\.jsonl: not a recording of version 3"):
         load_recording(tmp_path / "r.jsonl")

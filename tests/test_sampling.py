@@ -614,7 +614,7 @@ def test_a_mask_is_a_bias_of_minus_infinity_and_moves_no_other_row(data_seed, gr
         return step(state, logits, *batch, np.ones((4, RING), bool))[1]
 
     free = new_state([[1, 2, 3]] * 4)
-    masked = free.replace(allowed=free.allowed.at[np.array([0, 2])].set(bit_masks(allowed)))
+    masked = free.replace(allowed=free.allowed.at[np.array([0, 2])].set(bit_masks(allowed)[:, None]))
     bias = np.where(allowed, 0, -np.inf).astype(np.float32)
     biased = free.replace(logit_bias=free.logit_bias.at[np.array([0, 2])].set(bias))
     jax.tree.map(np.testing.assert_array_equal, run(masked), run(biased))
@@ -631,7 +631,7 @@ def test_a_row_without_an_allowed_token_is_marked_and_others_untouched(fields):
     logits[1, 0, 5] = -np.inf
     state = new_state([[1]] * 3)
     masks = bit_masks(np.stack([np.zeros(VOCAB, bool), np.arange(VOCAB) == 5]))  # nothing, only what cannot be
-    nothing = state.replace(allowed=state.allowed.at[:2].set(masks))
+    nothing = state.replace(allowed=state.allowed.at[:2].set(masks[:, None]))
 
     def run(state):
         params = sampling_params([RequestSampling(seed=1, top_logprobs=2, **fields)] * 3, 3)

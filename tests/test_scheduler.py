@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from engine_model import EOS, VOCAB, ChainMask, CheckingExecutor, rollout
+from engine_model import EOS, VOCAB, ChainMask, CheckingExecutor, PausingMask, rollout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,6 +99,8 @@ MASKS = st.sampled_from(
         functools.partial(ChainMask, waits=True, fail_after=4),
         functools.partial(ChainMask, waits=False, period=5),
         functools.partial(ChainMask, waits=False, period=4, fail_after=6),
+        PausingMask,
+        PausingMask,
     ]
 )
 EVENTS = st.one_of(
@@ -162,6 +164,8 @@ def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, events):
                 draft_context=context,
             )
             open_choices += engine.submit(made)
+            if mask is not None and cfg.drafts:
+                executor.futures = [*executor.futures, *([*prompt, *rollout(made, i)] for i in range(n))]
         elif kind == "step":
             for _ in range(args[0]):
                 told += [s for s in engine.step() if s.finish_reason is not None]

@@ -273,6 +273,15 @@ def test_cached_tokens_are_told_apart(default_tokenizer):
     assert call(messages, server, REQUEST | {"stream": True})[0]["message"]["usage"]["cache_read_input_tokens"] == 5
 
 
+def test_drafts_are_part_of_the_usage_if_there_were_any(default_tokenizer):
+    server = context(default_tokenizer, [*text_ids(default_tokenizer, "</think>Yes")])
+    server.engine.drafted, server.engine.accepted = 7, 4
+    whole = call(messages, server, REQUEST)["usage"]
+    last = call(messages, server, REQUEST | {"stream": True})[-2]["usage"]
+    for details in (whole["output_tokens_details"], last["output_tokens_details"]):
+        assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (4, 3)
+
+
 @pytest.mark.parametrize("name", ["text", "calls", "system"])
 def test_counted_tokens_are_those_of_the_prompt(default_tokenizer, name):
     server = context(default_tokenizer, [1])

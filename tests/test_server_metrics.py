@@ -18,7 +18,7 @@ from prometheus_client import Histogram as ClientHistogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from dsv4jax.engine.draft_totals import DraftTotals
-from dsv4jax.engine.records import RankStats, RequestRecord
+from dsv4jax.engine.records import BalanceStats, RankStats, RequestRecord
 from dsv4jax.server.metrics import INTER_TOKEN, RECENT_STEPS, Histogram, PrometheusObserver, token_buckets
 from dsv4jax.server.run import BackgroundServer
 
@@ -120,8 +120,22 @@ def test_statistics_are_read_at_the_scrape():
     assert [sample(text, "dsv4jax:pages", state=s) for s in ("used", "cached", "free")] == [250, 100, 650]
 
 
+def test_experts_of_target_and_draft_are_told_apart():
+    target = BalanceStats({"prefill": 0.5, "decode": 0.75}, {"prefill": 0.9, "decode": 0.875}, 4, 30, 1)
+    draft = BalanceStats({"prefill": 0.25, "decode": 0.625}, {"prefill": 0.8, "decode": 0.9375}, 3, 7, 0)
+    text = scrape(make_observer(), balance={"target": target, "draft": draft})
+    for prefix, stats in (("dsv4jax:expert", target), ("dsv4jax:draft_expert", draft)):
+        for step in ("prefill", "decode"):
+            assert sample(text, f"{prefix}_balancedness", step=step) == stats.measured[step]
+            assert sample(text, f"{prefix}_balancedness_uniform", step=step) == stats.uniform[step]
+        assert sample(text, f"{prefix}_rearrangements_total") == stats.rearrangements
+        assert sample(text, f"{prefix}_rearrangement_failures_total") == stats.failures
+        assert sample(text, f"{prefix}s_moved") == stats.experts_moved
+    assert "expert" not in scrape(make_observer())
+
+
 def test_drafts_are_counted_by_place_and_reason():
-    drafts = DraftTotals(10, [10, 8, 5], [9, 4, 2], {"mask": 3, "context": 0, "pages": 1})
+    drafts = DraftTotals(10, [10, 8, 5], [9, 4, 2], {"context": 3, "pages": 1})
     text = scrape(make_observer(), drafts=drafts)
     assert sample(text, "vllm:spec_decode_num_drafts_total") == 10
     assert sample(text, "vllm:spec_decode_num_draft_tokens_total") == 23
@@ -131,7 +145,7 @@ def test_drafts_are_counted_by_place_and_reason():
         assert sample(text, name, position=str(place)) == drafts.accepted[place]
         assert sample(text, "dsv4jax:verified_drafts_total", position=str(place)) == drafts.verified[place]
     assert sample(text, "dsv4jax:acceptance_length") == 2.5
-    assert sample(text, "dsv4jax:withheld_drafts_total", reason="mask") == 3
+    assert sample(text, "dsv4jax:withheld_drafts_total", reason="context") == 3
     assert sample(scrape(make_observer()), "dsv4jax:acceptance_length") == 0
 
 

@@ -281,6 +281,13 @@ def test_cached_tokens_are_reported(default_tokenizer):
     assert call(responses, server, REQUEST)["usage"]["input_tokens_details"]["cached_tokens"] == 5
 
 
+def test_drafts_are_part_of_the_usage_if_there_were_any(default_tokenizer):
+    server = context(default_tokenizer, [*text_ids(default_tokenizer, "</think>Yes")])
+    server.engine.drafted, server.engine.accepted = 7, 4
+    details = call(responses, server, REQUEST)["usage"]["output_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (4, 3)
+
+
 # Constraints
 
 

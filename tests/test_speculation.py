@@ -20,6 +20,7 @@ from dsv4jax.batch import DecodeBucket, PrefillBucket, SpeculativeRequest, repla
 from dsv4jax.cache import CacheConfig
 from dsv4jax.sampling_settings import RequestSampling
 from dsv4jax.speculation import draft_step, speculative_step
+from dsv4jax.steps import set_allowed_tokens
 from dsv4jax.verification import draw_drafts
 
 PAGES = 16
@@ -364,12 +365,12 @@ FLAT, STEEP = np.ones(16, np.float32), np.float32(10.0 ** np.arange(16))
 ALL = np.full((3, 5, 16), 2**32 - 1, np.uint32)
 
 
-def speculate_at_random(server: Server, *parts, step_seconds=FLAT, allowed=ALL, **options):
+def speculate_at_random(server: Server, *parts, step_seconds=FLAT, **options):
     """A step with drafts of their own noise; prefill and the first round run as programs for shared noise."""
     if server.cache.drafts.logits is None:
         logits = jnp.zeros((*server.cache.drafts.tokens.shape, server.cfg.vocab_size))
         server.cache = server.cache.replace(drafts=server.cache.drafts.replace(logits=logits))
-    return server.speculate(*parts, step_seconds=step_seconds, allowed=allowed, **options)
+    return server.speculate(*parts, step_seconds=step_seconds, **options)
 
 
 def test_the_cache_for_own_noise_has_what_the_tests_give_it(tiny):
@@ -440,10 +441,37 @@ def test_masks_of_positions_end_the_accepted_drafts(tiny, undrafted):
     server.cache = with_drafts(server.cache, following(requests, chosen), jnp.full(3, 4))
     masks = ALL.copy()
     masks[0, 1] = np.packbits(np.isin(np.arange(512), few), bitorder="little").view(np.uint32)
-    output = speculate_at_random(server, (greedy, 4), allowed=masks)
+    server.cache = set_allowed_tokens(server.cache, np.int32([1, 3, 4]), masks)  # the others: padded rows
+    output = speculate_at_random(server, (greedy, 4))
     assert int(output.counts[0]) == 2
     assert int(output.tokens[0, 0]) == chosen[1, 2]
     assert int(output.tokens[0, 1]) in few
+
+
+def test_nothing_runs_behind_a_pause_token_before_the_host_has_seen_it(tiny, undrafted):
+    """The slot stays as it is meanwhile, and goes on with the drafts that it has."""
+    requests, chosen, logprobs = undrafted
+    server, known = serve(tiny), following(requests, chosen)
+    begin(server, *requests)
+    turning = int(chosen[1, 3])
+    assert turning not in chosen[1, 1:3]
+    pauses = np.full((3, 2), -1, np.int32)
+    pauses[1, 1] = turning
+    seen, got = np.int32([len(r.prompt) for r in requests]), []
+    for step in range(5):
+        server.cache = with_drafts(server.cache, known, jnp.full(3, 4))
+        kept = jax.device_get(jax.tree.map(lambda a: a[1], server.cache.drafts))
+        output = server.speculate(*((r, 4) for r in requests), pauses=(pauses, seen))
+        got.append(int(output.counts[1]))
+        if step in (2, 3):
+            chex.assert_trees_all_equal(jax.device_get(jax.tree.map(lambda a: a[1], server.cache.drafts)), kept)
+        if step == 3:
+            seen[1] = len(requests[1].prompt) + 3
+    # No drafts yet; two of four; a pause of two steps; all of them.
+    assert got == [1, 2, 0, 0, 5]
+    assert output.tokens[1].tolist() == chosen[1, 4:9].tolist()
+    np.testing.assert_allclose(output.logprobs[1], logprobs[1, 3:8], atol=1e-4, rtol=1e-4)
+    assert int(output.verified[1]) == 4
 
 
 def test_no_compilation_after_the_first_step(tiny, undrafted):
@@ -477,6 +505,8 @@ def test_unusable_batches_and_caches_are_refused(tiny, tokens):
         pack(with_drafts_, [dataclasses.replace(request, end=17)], DRAFTS)
     with pytest.raises(ValueError, match="request 0: max_drafts = 4: must be 0 with a token given"):
         pack(with_drafts_, [dataclasses.replace(request, token=5)], DRAFTS)
+    with pytest.raises(ValueError, match="request 0: 3 pause_tokens: at most 2 are allowed"):
+        pack(with_drafts_, [dataclasses.replace(request, pause_tokens=(1, 2, 3))], DRAFTS)
     with pytest.raises(ValueError, match=r"request 0: token: token id -2 is not in 0\.\."):
         pack(with_drafts_, [dataclasses.replace(request, token=-2)], DRAFTS)
     with pytest.raises(ValueError, match="request 0: 136 tokens exceed the bucket's context of 128"):

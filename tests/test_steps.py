@@ -360,7 +360,7 @@ def test_only_allowed_tokens_are_sampled_until_the_slot_begins_anew(tiny, sequen
     masks = np.packbits(few, bitorder="little").view(np.uint32)[None].repeat(2, 0)
     for request in requests:
         server.start(request)
-    server.cache = set_allowed_tokens(server.cache, np.int32([1, 3]), masks)  # 3: a padded row
+    server.cache = set_allowed_tokens(server.cache, np.int32([1, 3]), masks[:, None])  # 3: a padded row
     output = server.prefill(*((r, 0, 20) for r in requests))
     best = int(np.argmax(np.where(few, expected[1, 19], -np.inf)))
     assert np.asarray(output.tokens)[:2, 0].tolist() == [int(expected[0, 19].argmax()), best]

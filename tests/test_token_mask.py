@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dsv4jax.engine.grammar import Choice, GrammarCompiler, JsonObject, ToolCalls, ToolSchema
 from dsv4jax.engine.token_mask import MaskError, MaskRules, bad_word_sequences, mask_factory
+from dsv4jax.sampling_settings import MAX_PAUSE_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +87,31 @@ def test_how_long_a_mask_stays_is_known_where_no_token_matters(tokenizer):
     budget.push(60)
     assert budget.unchanged_for == 3
     assert new_mask(tokenizer, bad_words=((60, 61),)).unchanged_for == 1
+    assert mask.pause_tokens == budget.pause_tokens == ()
     word = new_mask(tokenizer, bad_words=((60, 61, 62),))
     assert word.unchanged_for == 2
     word.push(60)
     assert word.unchanged_for == 1
     word.push(61)
     assert word.unchanged_for == 1
+
+
+def test_behind_which_tokens_a_grammar_may_begin(tokenizer, compiler):
+    end, marker = tokenizer.control_id("</think>"), tokenizer.control_id("｜DSML｜")
+    auto = compiler.compile(ToolCalls((ToolSchema("go"),)), "tools")
+    mask = new_mask(tokenizer, grammar=auto, in_reasoning=True)
+    assert mask.pause_tokens == (marker,) and mask.unchanged_for > 1_000_000
+    push_text(mask, tokenizer, "<")
+    assert mask.pause_tokens == (marker,) and mask.unchanged_for > 1_000_000
+    mask.push(marker)
+    assert mask.pause_tokens == () and mask.unchanged_for == 1
+    required = compiler.compile(ToolCalls((ToolSchema("go"),), required=True), "tools")
+    mask = new_mask(tokenizer, grammar=required, in_reasoning=True, reasoning_budget=9)
+    assert mask.pause_tokens == (marker, end) and mask.unchanged_for == 9
+    mask = new_mask(tokenizer, grammar=compiler.compile(JsonObject(), "f"), in_reasoning=True)
+    assert mask.pause_tokens == (end,) and mask.unchanged_for > 1_000_000
+    mask.push(end)
+    assert mask.pause_tokens == () and mask.unchanged_for == 1
 
 
 def test_allowed_token_ids(tokenizer):
@@ -216,17 +236,51 @@ def test_a_mask_given_ahead_is_the_mask_that_comes(default_tokenizer, data):
     factory = mask_factory(rules, tokenizer, tokenizer.vocab_size)
     if factory is None:
         return
-    mask, promised, until = factory(), None, 0
+    mask, reply, promised, until, pauses = factory(), [], None, 0, ()
+    some = [end, marker, less, 60, tokenizer.eos_id]
     for place in range(10):
         ids = allowed(mask.next(), tokenizer.vocab_size)
         assert place >= until or ids == promised
         if place + mask.unchanged_for > until:
-            promised, until = ids, place + mask.unchanged_for
+            promised, until, pauses = ids, place + mask.unchanged_for, mask.pause_tokens
+            assert len(pauses) <= MAX_PAUSE_TOKENS
         ahead = None if mask.waits_for_tokens else (mask.next(ahead=1),)
-        wanted = sorted(ids & {end, marker, less, 60, tokenizer.eos_id}) or sorted(ids)[:3]
-        mask.push(data.draw(st.sampled_from(wanted)))
+        wanted = sorted(ids & set(some)) or sorted(ids)[:3]
+        if data.draw(st.booleans()):
+            drafts = [data.draw(st.sampled_from(wanted)), *data.draw(st.lists(st.sampled_from(some), max_size=3))]
+            assert_along(mask, drafts, factory(), reply, tokenizer.vocab_size)
+            wanted = drafts[:1]
+        reply.append(data.draw(st.sampled_from(wanted)))
+        mask.push(reply[-1])
+        if reply[-1] in pauses:
+            until = 0
         if ahead is not None:
             assert allowed(ahead[0], tokenizer.vocab_size) == allowed(mask.next(), tokenizer.vocab_size)
+
+
+def assert_along(mask, drafts, other, reply, vocab_size):
+    """The masks along drafts are those of another choice that takes the same reply and then the drafts."""
+    for token in reply:
+        other.push(token)
+    masks = mask.along(drafts)
+    for place, draft in enumerate([*drafts, None]):
+        ids = allowed(other.next(), vocab_size)
+        assert allowed(masks[place], vocab_size) == ids
+        if draft not in ids:
+            assert len(masks) == place + 1 + (draft is not None), "behind a draft that is not allowed there is one more"
+            return
+        other.push(draft)
+
+
+def test_masks_along_drafts_end_before_the_grammar_fails(tokenizer, compiler):
+    """And a draft that leads there does not end the choice: another token may come."""
+    ids = tuple({*tokenizer.encode("yes").tolist(), *tokenizer.encode("no").tolist(), tokenizer.eos_id})
+    grammar = compiler.compile(Choice(("yes yes", "no")), "f")
+    mask = new_mask(tokenizer, grammar=grammar, allowed_token_ids=ids)
+    drafts = tokenizer.encode("yes").tolist()
+    assert len(mask.along([*drafts, 60, 60])) == len(drafts), "behind yes only a space may come, which is not allowed"
+    push_text(mask, tokenizer, "no")
+    assert allowed(mask.next(), tokenizer.vocab_size) == {tokenizer.eos_id}
 
 
 @functools.cache

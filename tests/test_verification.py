@@ -20,6 +20,7 @@ DRAFTS, ROWS = 3, 5
 WAYS = ["without draft logits", "rejection", "blockwise"]
 ALL_ALLOWED = np.full((ROWS, DRAFTS + 1, -(-VOCAB // 32)), 0xFFFFFFFF, np.uint32)
 NOT_FORCED = np.full(DRAFTS, -1, np.float32)
+NO_PAUSES = np.full((ROWS, 2), -1, np.int32)
 PENALISED = {"presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
 
 
@@ -30,7 +31,7 @@ def committed(state, slots, tokens, positions, valid):
 
 
 @functools.partial(jax.jit, static_argnames="way")
-def verified(state, batch, draft_counts, draft_logits, way, allowed=None, forced_acceptance=None):
+def verified(state, batch, draft_counts, draft_logits, way, pause_tokens=None, forced_acceptance=None):
     """What a step does around the model; `batch` is what `sample` takes besides the state."""
     logits, params, *places = batch
     return verify(
@@ -42,15 +43,15 @@ def verified(state, batch, draft_counts, draft_logits, way, allowed=None, forced
         params,
         *places,
         method="rejection" if way == WAYS[0] else way,
-        allowed=allowed,
+        pause_tokens=pause_tokens,
         forced_acceptance=forced_acceptance,
     )
 
 
 @jax.jit
-def sampled(state, batch, allowed):
+def sampled(state, batch):
     logits, params, *places = batch
-    return sampling.sample(logits, committed(state, *places), params, *places, allowed)
+    return sampling.sample(logits, committed(state, *places), params, *places)
 
 
 def assert_equal_fields(a, b, where=np.s_[:]):
@@ -99,12 +100,18 @@ class Batch:
     def batch(self):
         return self.logits, self.params, self.slots, self.tokens, self.positions, self.valid
 
-    def verified(self, way, allowed=ALL_ALLOWED, forced_acceptance=NOT_FORCED):
-        arguments = (self.state, self.batch, self.counts, self.draft_logits, way)
-        return verified(*arguments, allowed=allowed, forced_acceptance=forced_acceptance)
+    def masked(self, allowed):
+        """The state with a mask for each place [ROWS, tokens, words]."""
+        masks = np.full((SLOTS + 1, *allowed.shape[1:]), 0xFFFFFFFF, np.uint32)
+        masks[self.slots] = allowed
+        return self.state.replace(allowed=jnp.asarray(masks[:SLOTS]))
+
+    def verified(self, way, allowed=ALL_ALLOWED, pause_tokens=NO_PAUSES, forced_acceptance=NOT_FORCED):
+        arguments = (self.masked(allowed), self.batch, self.counts, self.draft_logits, way)
+        return verified(*arguments, pause_tokens=pause_tokens, forced_acceptance=forced_acceptance)
 
     def sampled(self, allowed=ALL_ALLOWED):
-        return sampled(self.state, self.batch, allowed)
+        return sampled(self.masked(allowed), self.batch)
 
 
 keep_next_tokens = jax.jit(sampling.keep_next_tokens)
@@ -204,7 +211,7 @@ def test_penalties_count_every_accepted_token_over_many_steps(fields):
     state, expected = begun(new_state(), slot, prompt), [prompt[-1]]
     while len(expected) <= length + 2 * DRAFTS:
         state, batch = step(state, len(expected) - 1, expected[-1:])
-        expected.append(int(sampled(state, batch, ALL_ALLOWED).tokens[0, 0]))
+        expected.append(int(sampled(state, batch).tokens[0, 0]))
 
     counts, unused = np.full(ROWS, DRAFTS, np.int32), np.zeros((ROWS, DRAFTS, VOCAB), np.float32)
     state, tokens, accepted = begun(new_state(), slot, prompt), [prompt[-1]], []
@@ -213,7 +220,7 @@ def test_penalties_count_every_accepted_token_over_many_steps(fields):
         wrong = rng.integers(0, DRAFTS + 1)
         drafts[wrong:] = (drafts[wrong:] + 1) % VOCAB
         state, batch = step(state, len(tokens) - 1, [tokens[-1], *drafts])
-        result = verified(state, batch, counts, unused, WAYS[0], ALL_ALLOWED, NOT_FORCED)
+        result = verified(state, batch, counts, unused, WAYS[0], NO_PAUSES, NOT_FORCED)
         state = keep_next_tokens(state, slots, result.tokens, result.emitted)
         assert result.accepted[0] == wrong
         accepted.append(wrong)
@@ -342,19 +349,38 @@ def test_a_draft_that_a_filter_excludes_is_never_given(way):
 
 
 @pytest.mark.parametrize("fields", DISTRIBUTIONS[::3], ids=str)
-def test_masks_of_positions_replace_the_mask_of_the_slot(fields):
+def test_one_mask_of_a_slot_is_that_of_all_positions(fields):
     batch = Batch([RequestSampling(seed=i, **fields) for i in range(ROWS)], data_seed=4).draw(WAYS[0])
     mask = bit_masks(np.random.default_rng(0).random((SLOTS, VOCAB)) < 0.5)
     by_position = np.repeat(mask[batch.slots][:, None], DRAFTS + 1, axis=1)
-    free, masked = batch.state, batch.state.replace(allowed=jnp.array(mask))
+    # Neither pauses nor a law, which in `Batch` are those that change nothing.
+    masked = batch.state.replace(allowed=jnp.array(mask)[:, None])
+    without_options = verified(masked, batch.batch, batch.counts, None, WAYS[0])
+    jax.tree.map(np.testing.assert_array_equal, batch.verified(WAYS[0], allowed=by_position), without_options)
 
-    def without_options(state):
-        """Neither masks of positions nor a law, which in `Batch` is a negative one that forces nothing."""
-        return verified(state, batch.batch, batch.counts, None, WAYS[0])
 
-    jax.tree.map(np.testing.assert_array_equal, batch.verified(WAYS[0], allowed=by_position), without_options(masked))
-    batch.state = masked
-    jax.tree.map(np.testing.assert_array_equal, batch.verified(WAYS[0]), without_options(free))
+# Pauses.
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}], ids=str)
+def test_a_pause_token_is_the_last_and_those_before_it_are_what_they_are_without_it(way, fields):
+    ended = set()
+    for data_seed in range(4):
+        requests = [RequestSampling(seed=i, **fields) for i in range(ROWS)]
+        batch = Batch(requests, data_seed, scale=3.0).draw(way)
+        free = batch.verified(way)
+        pauses = np.stack([batch.tokens[:, 2], batch.tokens[:, 3]], axis=1)
+        result = batch.verified(way, pause_tokens=pauses)
+        for row in range(ROWS):
+            whole = np.asarray(free.tokens)[row, : free.accepted[row] + 1].tolist()
+            places = [place for place, token in enumerate(whole) if token in pauses[row]]
+            count = places[0] + 1 if places else len(whole)
+            ended.add(len(whole) - count)
+            assert result.accepted[row] + 1 == count == result.emitted[row].sum()
+            assert_equal_fields(result, free, np.s_[row, :count])
+            assert not np.asarray(result.tokens)[row, count:].any()
+    assert 0 in ended and max(ended) > 0
 
 
 # Forced acceptance.

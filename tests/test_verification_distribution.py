@@ -44,6 +44,7 @@ SETTINGS = [
 ]
 WAYS = ["argmax", "shared noise", "rejection", "blockwise"]
 DRAWN = ["rejection", "blockwise"]  # with draft logits
+NO_PAUSES = np.full((DRAWS, 2), -1, np.int32)
 
 
 def anything(prefix):
@@ -71,8 +72,12 @@ class Experiment:
         self.params = params.replace(seed=np.random.default_rng(seed).integers(0, 2**32, (DRAWS, 2), dtype=np.uint32))
         state = new_state([PROMPT], {0: BIAS}, VOCAB)
         counts = np.bincount(GENERATED[:-1], minlength=VOCAB)
-        self.state = state.replace(
+        state = state.replace(
             output_counts=state.output_counts.at[0].set(counts), counted=state.counted.at[0].set(START)
+        )
+        # A slot for each, with a mask for each place.
+        self.state = jax.tree.map(lambda a: jnp.broadcast_to(a[0], (DRAWS, *a.shape[1:])), state).replace(
+            allowed=np.full((DRAWS, LENGTH, 1), 0xFFFFFFFF, np.uint32)
         )
         self.positions = np.tile(START + np.arange(LENGTH, dtype=np.int32), (DRAWS, 1))
 
@@ -114,13 +119,13 @@ class Experiment:
             drafts,
             counts,
             draft_logits if way in DRAWN else None,
-            self.state,
+            self.state.replace(allowed=np.stack([self.allowed[j][codes[j]] for j in range(LENGTH)], axis=1)),
             self.params,
-            np.zeros(DRAWS, np.int32),
+            np.arange(DRAWS, dtype=np.int32),
             tokens,
             self.positions,
             np.arange(LENGTH) <= counts[:, None],
-            allowed=np.stack([self.allowed[j][codes[j]] for j in range(LENGTH)], axis=1),
+            pause_tokens=NO_PAUSES,
         )
         accepted, sequences = np.array(result.accepted), np.array(result.tokens)
         emitted = np.arange(LENGTH) <= accepted[:, None]
@@ -134,7 +139,7 @@ class Experiment:
             sequences[:, j] = np.where(emitted[:, j], sequences[:, j], drawn)
         return accepted, sequences
 
-    def verified_again_and_again(self, way):
+    def verified_again_and_again(self, way, pause_tokens=NO_PAUSES):
         """Sequences of LENGTH tokens, of as many rounds as each request needs; no penalties, no grammar."""
         sequences = np.zeros((DRAWS, 2 * LENGTH), np.int32)
         done, newest = np.zeros(DRAWS, np.int32), np.full(DRAWS, GENERATED[-1], np.int32)
@@ -155,11 +160,11 @@ class Experiment:
                 DRAFT[rounds[:, :-1] % DRAFTS, tokens[:, :-1]] if way in DRAWN else None,
                 self.state,
                 self.params,
-                np.zeros(DRAWS, np.int32),
+                np.arange(DRAWS, dtype=np.int32),
                 tokens,
                 self.positions[:, :1] + done[:, None] + columns,
                 np.tile(done[:, None] < LENGTH, LENGTH),
-                allowed=np.full((DRAWS, LENGTH, 1), 0xFFFFFFFF, np.uint32),
+                pause_tokens=pause_tokens,
             )
             emitted = np.asarray(result.emitted)
             row = np.nonzero(emitted)
@@ -214,6 +219,13 @@ def test_drafts_of_a_block_that_did_not_stand_do_not_decide_about_the_next():
     experiments = [Experiment({}, seed=seed) for seed in range(3)]
     sequences = np.concatenate([experiment.verified_again_and_again("blockwise") for experiment in experiments])
     assert_distributed(code(sequences), experiments[0].joint())
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_what_a_pause_drops_does_not_decide_about_what_comes_instead(way):
+    experiment = Experiment({})
+    sequences = experiment.verified_again_and_again(way, np.tile(np.int32([0, 2]), (DRAWS, 1)))
+    assert_distributed(code(sequences), experiment.joint())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -281,11 +293,16 @@ def test_drafts_of_the_target_itself_all_stand(monkeypatch):
 
 
 def penalties_without_accepted_tokens(right):
-    def wrong(logits, state, params, slots, tokens, positions, valid, allowed):
+    def wrong(logits, state, params, slots, tokens, positions, valid):
         first = valid & (jnp.arange(LENGTH) == 0)
-        return right(logits, state, params, slots, tokens, positions, first, allowed)
+        return right(logits, state, params, slots, tokens, positions, first)
 
     return wrong
+
+
+def without_masks(right):
+    everything = jnp.full((DRAWS, LENGTH, 1), 0xFFFFFFFF, jnp.uint32)
+    return lambda logits, state, *batch: right(logits, state.replace(allowed=everything), *batch)
 
 
 def residual_is(values):
@@ -332,7 +349,7 @@ MISTAKES = {
     "draws from p after a rejection": ("_excess", residual_is(target)),
     "takes drafts for argmax": ("_excess", residual_is(target_without_best_draft)),
     "penalties": ("adjusted_logits", penalties_without_accepted_tokens),
-    "masks": ("adjusted_logits", lambda right: lambda *batch: right(*batch[:-1])),
+    "masks": ("adjusted_logits", without_masks),
     "filters": ("filtered_logits", lambda right: lambda adjusted, random, params: adjusted),
     "temperature of drafts": ("_tempered", temperature_of_drafts_is_1),
     "noise of drafts": ("gumbel_noise", noise_of_drafts),

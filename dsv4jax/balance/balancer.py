@@ -29,6 +29,8 @@ from sharding.move import copy_arrays, copy_slots, put_like, spread_experts
 from sharding.placement import ExpertPlacement, check_owners, placement_from_owners
 
 StepKind = Literal["prefill", "decode"]
+Stack = Literal["layers", "mtp"]
+"""Of layers with experts: the target's or the draft's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,7 @@ class _Rearrangement:
 
 
 class ExpertBalancer:
-    """Balances one stack of layers: the target's ("layers") or the draft's ("mtp").
+    """Balances one stack of layers.
 
     Args:
       owners: the expert in each slot at the start, for every layer, as `sharding.placement.initial_owners` gives it.
@@ -87,7 +89,7 @@ class ExpertBalancer:
         solver: Solver,
         owners: Int[np.ndarray, "layers slots"],
         *,
-        stack: Literal["layers", "mtp"],
+        stack: Stack,
         experts: int,
         experts_per_token: int,
     ):
@@ -256,20 +258,20 @@ class ExpertBalancer:
         return {**params, self.stack: {**layers, layer: changed}}
 
 
-def spread_params(params: Params, owners: Int[np.ndarray, "layers slots"]) -> Params:
-    """The parameters with the expert `owners[l, p]` in slot p of backbone layer l, from ones with expert e in slot e.
+def spread_params(params: Params, owners: Int[np.ndarray, "layers slots"], stack: Stack = "layers") -> Params:
+    """The parameters with the expert `owners[l, p]` in slot p of layer l of a stack, from ones with expert e in slot e.
 
     Layers are done one after the other and the stacks given consumed, so that a device holds at most one layer's
     experts twice.
     """
-    layers = dict(params["layers"])
+    layers = dict(params[stack])
     for i, layer in layers.items():
         stacks = layer["ffn"]["experts"]
         spread = jax.block_until_ready(spread_experts(stacks, owners[i]))
         for array in jax.tree.leaves(stacks):
             array.delete()
         layers[i] = {**layer, "ffn": {**layer["ffn"], "experts": spread}}
-    return {**params, "layers": layers}
+    return {**params, stack: layers}
 
 
 @jax.jit

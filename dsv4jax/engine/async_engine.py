@@ -5,7 +5,7 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 
 import numpy as np
@@ -73,7 +73,7 @@ class AsyncEngine:
         vocab_size: int,
         health_timeout: float = 60.0,
         compilations: Callable[[], int] = lambda: 0,
-        balance: Callable[[], BalanceStats | None] = lambda: None,
+        balance: Callable[[], Mapping[str, BalanceStats]] = dict,
     ):
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self._engine, self._observer = engine, observer

@@ -4,6 +4,10 @@ With drafts, only the device knows how many tokens the steps in flight bring a c
 choice was at its end, and at most one more than it verifies drafts. The next step is planned for the most: pages for
 every draft that may be run. If pages are short, fewer drafts are verified, and pages that turned out to be unneeded are
 given back before anybody is preempted. A choice leaves no drafts behind when it loses its slot.
+
+What a choice may be given is masked, and a mask may change with every token. Where it holds for all tokens in flight
+and of the next step, unless one of a few `pause_tokens` is among them, steps overlap, and the device stops behind such
+a token until the host has seen it. Otherwise the host waits for the drafts themselves and sends the mask behind each.
 """
 
 from collections.abc import Callable
@@ -46,28 +50,33 @@ class Decoding:
         """The next token of those of the runnable choices that are ready, with drafts behind it or without, and the
         state moved to after the step.
 
-        One program for all: with drafts if a choice anywhere verifies any, so that weights are read once. In
+        One program for all: with drafts if a choice anywhere drafts, so that weights are read once. In
         deterministic mode the others do not decide which one. Preempts the worst choices of a rank if its pages run
         out.
         """
         slots, speculate, positions = self._slots, False, self._slots.positions(rows)
         drafts = self._wanted_drafts(rows, positions) if self._cfg.drafts else np.zeros(len(rows), np.int32)
-        if slots.masked[rows].any():
-            ready = self._fit_masks(rows, drafts, failed)
-            rows, drafts, positions = rows[ready], drafts[ready], positions[ready]
+        wanted, masked = drafts > 0, slots.masked[rows]
+        if masked.any():
+            ready = self._fit_masks(rows, masked, drafts, failed)
+            rows, drafts, positions, wanted = rows[ready], drafts[ready], positions[ready], wanted[ready]
         if self._cfg.drafts:
             # The host lacks the position of a choice that has more tokens on their way than steps.
             known = slots.ahead[rows] == slots.unread[rows]
-            speculate = self._cfg.deterministic or bool(drafts.any()) or not known.all()
+            speculate = self._cfg.deterministic or bool(wanted.any()) or not known.all()
         lacking = np.minimum(positions + 1, slots.ends[rows] - 1) > slots.covered[rows]
         if lacking.any():
             self._grow(rows[lacking], preempt)
             kept = slots.decoding[rows]
             rows, drafts, positions = rows[kept], drafts[kept], positions[kept]
-        if not rows.size:
-            return [(None, None)] * len(self._ranks), None
         if speculate:
             drafts = self._on_pages(rows, drafts, positions)
+            if masked.any():
+                # A step without drafts brings one token: it must not be one that finds its choice in a pause.
+                certain = (drafts > 0) | (slots.unread[rows] == 0) | (slots.pause_tokens[rows] < 0).all(axis=1)
+                rows, drafts, positions = rows[certain], drafts[certain], positions[certain]
+        if not rows.size:
+            return [(None, None)] * len(self._ranks), None
         parts = self._parts(rows, drafts, positions, speculate)
         return parts, self._dispatched(rows, drafts)
 
@@ -81,14 +90,15 @@ class Decoding:
             drafts[too_long] = 0
         return drafts
 
-    def _fit_masks(self, rows: Rows, drafts: _PerRow, failed: Failures) -> Bool[np.ndarray, " rows"]:
-        """Which choices have masks that are known, or none; takes away drafts for which these do not hold."""
+    def _fit_masks(
+        self, rows: Rows, masked: Bool[np.ndarray, " rows"], drafts: _PerRow, failed: Failures
+    ) -> Bool[np.ndarray, " rows"]:
+        """Which choices have masks that are known, or none; takes away drafts for which there are none."""
         ready = np.ones(len(rows), bool)
-        for i in self._slots.masked[rows].nonzero()[0].tolist():
-            sequence, wanted = self._slots.sequences[rows[i]], int(drafts[i])
-            allowed = self._ranks[sequence.rank].drafts_for_mask(sequence, wanted, failed)
+        for i in masked.nonzero()[0].tolist():
+            sequence = self._slots.sequences[rows[i]]
+            allowed = self._ranks[sequence.rank].drafts_for_mask(sequence, int(drafts[i]), failed)
             ready[i], drafts[i] = allowed is not None, allowed or 0
-            self._counter.withheld["mask"] += allowed == 0 and wanted > 0
         return ready
 
     def _grow(self, rows: Rows, preempt: Callable[[Sequence], None]) -> None:
@@ -120,6 +130,7 @@ class Decoding:
         columns = [self._slot_of_row[rows], positions, self._tokens(rows, positions, speculate)]
         if speculate:
             columns += [slots.ends[rows] - 1, np.minimum(slots.least_drafts[rows], drafts), drafts]
+            columns += [slots.pause_tokens[rows], slots.lengths[rows] - 1]
         parts: list[Part] = [(None, None)] * len(self._ranks)
         bounds = rows.searchsorted(self._first_rows)
         busy = (bounds[1:] > bounds[:-1]).nonzero()[0]
@@ -131,8 +142,8 @@ class Decoding:
             if not speculate:
                 parts[number] = Decodes(*own, table), None
             else:
-                numbers, most, tokens, ends, least, drafts = own
-                parts[number] = None, Speculation(numbers, most, ends, tokens, least, drafts, table)
+                numbers, most, tokens, ends, *limits = own
+                parts[number] = None, Speculation(numbers, most, ends, tokens, *limits, table)
         return parts
 
     def _tokens(self, rows: Rows, positions: _PerRow, speculate: bool) -> _PerRow:

@@ -6,9 +6,9 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int32, Int64
 
-Withheld = Literal["mask", "context", "pages"]
-"""Why a request that wants drafts verified none in a step: its mask may change with the next token, it is longer than
-its `draft_context`, or no page was left for tokens that may be rejected."""
+Withheld = Literal["context", "pages"]
+"""Why a request that wants drafts verified none in a step: it is longer than its `draft_context`, or no page was left
+for tokens that may be rejected."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,7 +34,7 @@ class DraftCounter:
     """Counts what comes of drafts, for up to `drafts` of them per request."""
 
     def __init__(self, drafts: int):
-        self.withheld: dict[Withheld, int] = {"mask": 0, "context": 0, "pages": 0}
+        self.withheld: dict[Withheld, int] = {"context": 0, "pages": 0}
         self._verified = np.zeros(drafts + 1, np.int64)  # how many requests verified so many drafts in a step
         self._accepted = np.zeros(drafts + 1, np.int64)
 

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import logging
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -90,7 +91,7 @@ class Engine:
         ended, self._untold = self._untold, []
         return list(dict.fromkeys([*news, *ended])) if ended else news
 
-    def stats(self, compilations: int = 0, balance: BalanceStats | None = None) -> EngineStats:
+    def stats(self, compilations: int = 0, balance: Mapping[str, BalanceStats] | None = None) -> EngineStats:
         """The engine now."""
         scheduler = self.scheduler
         ranks = tuple(
@@ -120,7 +121,7 @@ class Engine:
             drafts=scheduler.drafts.totals(),
             compilations=compilations,
             ranks=ranks,
-            balance=balance,
+            balance=balance or {},
         )
 
     def _step(self) -> list[Sequence]:

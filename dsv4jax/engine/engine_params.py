@@ -6,6 +6,7 @@ from dsv4jax.balance.balancer import spread_params
 from dsv4jax.checkpoint.load import load_params
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.engine_shape import EngineShape
+from dsv4jax.engine.programs import moving_experts
 from dsv4jax.packing import pack_params
 from dsv4jax.params import Params
 from sharding import Layout
@@ -22,8 +23,7 @@ def load_engine_params(
     params = load_params(path, cfg, layout, tables_on_device=shape.tables_on_device, progress=progress)
     if shape.numerics.implementation == "pallas":
         params = pack_params(params, layout)
-    if shape.expert_slots is None:
-        return params
-    return spread_params(
-        params, initial_owners(cfg.num_hidden_layers, cfg.n_routed_experts, layout.ranks, shape.expert_slots)
-    )
+    stacks = {"placement": "layers", "draft_placement": "mtp"}
+    for name, (layers, experts, slots) in moving_experts(cfg, **shape.slots_of_experts).items():
+        params = spread_params(params, initial_owners(layers, experts, layout.ranks, slots), stacks[name])
+    return params

@@ -21,7 +21,8 @@ class EngineShape:
 
     Args:
       preset, devices: of the layout, see `sharding.preset`.
-      expert_slots: of each rank, for the experts of a backbone layer; None for experts that stay where they are.
+      expert_slots, draft_expert_slots: of each rank, for the experts of a backbone layer and of a draft stage; None for
+        experts that stay where they are.
       max_model_len: most tokens of prompt and output together.
       replay: of window keys after a prefix hit, and of prompts in the decoder half.
       deterministic: one shape per kind of step.
@@ -36,6 +37,7 @@ class EngineShape:
     preset: str = "single"
     devices: int = 1
     expert_slots: int | None = None
+    draft_expert_slots: int | None = None
     replay: Replay = "exact"
     deterministic: bool = False
     drafts: int = 0
@@ -49,6 +51,11 @@ class EngineShape:
           ValueError: there are fewer devices.
         """
         return preset(self.preset, self.devices)
+
+    @property
+    def slots_of_experts(self) -> dict[str, int | None]:
+        """`expert_slots` and `draft_expert_slots` as keywords."""
+        return {"expert_slots": self.expert_slots, "draft_expert_slots": self.draft_expert_slots}
 
     def to_dict(self) -> dict[str, Any]:
         """The shape as JSON has it; `from_dict` reads it back unchanged."""

@@ -42,8 +42,9 @@ class EngineGenerator:
           ValueError: a prompt that is empty, has ids out of range, or with `max_tokens` exceeds the context; programs
             whose experts move.
         """
-        if shape.expert_slots is not None:
-            raise ValueError(f"expert_slots = {shape.expert_slots}: must be None, nothing moves experts here")
+        for name, slots in shape.slots_of_experts.items():
+            if slots is not None:
+                raise ValueError(f"{name} = {slots}: must be None, nothing moves experts here")
         self.steps = self.prompt_tokens = 0
         self.seconds = 0.0
         executor = JaxExecutor(params, programs, usable_ids=usable_ids)

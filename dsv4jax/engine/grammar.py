@@ -165,6 +165,10 @@ class MatcherState(GrammarState):
         self._matcher.consume_token(token_id)
         self._check()
 
+    def copy(self) -> "MatcherState":
+        """A state that goes its own way from here."""
+        return MatcherState(self._matcher.deep_copy(), self._eos_id)
+
     def _check(self) -> None:
         if self._matcher.is_error():
             raise MaskError(f"the grammar failed: {_one_line(self._matcher.get_error())}")

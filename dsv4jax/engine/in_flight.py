@@ -18,6 +18,8 @@ class PrefillInFlight(NamedTuple):
     end: int
     counts: bool
     """Whether what is sampled counts: not if the token after it is known."""
+    drafts: bool
+    """Whether first drafts follow it."""
 
 
 @dataclasses.dataclass(eq=False)

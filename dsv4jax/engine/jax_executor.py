@@ -35,7 +35,7 @@ from dsv4jax.engine.plan import (
     StepPlan,
     StepResult,
 )
-from dsv4jax.engine.programs import Bucket, DraftBucket, Programs
+from dsv4jax.engine.programs import Bucket, DraftBucket, Programs, placement_names
 from dsv4jax.engine.records import BalanceStats
 from dsv4jax.engine.request import PromptLogprobs
 from dsv4jax.params import Params
@@ -50,13 +50,15 @@ _BALANCE_EVERY = 100  # steps between two looks at how even the load is, each of
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _TIMED_STEPS = 5
 _GREEDY = RequestSampling(temperature=0.0, seed=0)
+_MODELS = {"layers": "target", "mtp": "draft"}
+_PLACEMENTS = {"layers": "placement", "mtp": "draft_placement"}
 
 
 @dataclasses.dataclass(eq=False)
 class _Results:
     """What a program returned, over all ranks."""
 
-    output: StepOutput | SpeculativeOutput
+    output: StepOutput | SpeculativeOutput | DraftOutput
     ranks: int
     tile: int = 1  # chunks of prompts begin at multiples of it in their rank's batch
 
@@ -73,6 +75,7 @@ class _Dispatched:
     prefill: _Results | None
     decode: _Results | None
     speculation: _Results | None
+    first_drafts: _Results | None
     at: float
 
 
@@ -103,8 +106,8 @@ class JaxExecutor:
       params: on the devices of `programs.layout`.
       usable_ids: token ids from here on are never chosen (a vocabulary padded beyond the tokenizer).
       strict: a step during which anything was compiled fails; for tests of the promise that nothing is.
-      balancer: rearranges the experts of the backbone layers while steps run; `params` have them where it says. None if
-        the programs have no `expert_slots`.
+      balancers: rearrange the experts of the backbone layers and of the draft stages while steps run; `params` have
+        them where these say. One for each kind that the programs have slots for.
     """
 
     def __init__(
@@ -114,12 +117,12 @@ class JaxExecutor:
         *,
         usable_ids: int | None = None,
         strict: bool = False,
-        balancer: ExpertBalancer | None = None,
+        balancers: Sequence[ExpertBalancer] = (),
     ):
         self._params, self._programs = params, programs
-        self._balancer = balancer
-        self._placement = None if balancer is None else jax.device_put(balancer.placement, programs.layout.on_all)
-        self.balance: BalanceStats | None = None
+        self._balancers = {balancer.stack: balancer for balancer in balancers}
+        self._placements = {b.stack: jax.device_put(b.placement, programs.layout.on_all) for b in balancers}
+        self.balance: dict[str, BalanceStats] = {}
         self._steps = 0
         self._usable_ids = programs.cfg.vocab_size if usable_ids is None else usable_ids
         self._strict = strict
@@ -159,11 +162,13 @@ class JaxExecutor:
             output = self._run(bucket, [programs.nothing(bucket)] * len(self._local_ranks))
             jax.block_until_ready(output.tokens)
         self._start([SlotStart(0, np.zeros(1, np.int32), 0, _GREEDY, {})] * self._ranks)
-        for rows in programs.buckets.masks:
-            self._set_masks([(SlotMask(0, None),) * rows] * self._ranks)
-        if self._balancer is not None:
-            self._balancer.warm_up(self._params, self._placement)
-            self.balance = _balance_stats(self._balancer.metrics())
+        for rows, places in itertools.product(programs.buckets.masks, sorted({1, programs.mask_places})):
+            by_place = np.zeros((places, ceil_div(programs.cfg.vocab_size, 32)), np.uint32)
+            mask = SlotMask(programs.cache_cfg.slots, None if places == 1 else by_place)
+            self._set_masks([(mask,) * rows] * self._ranks)
+        for stack, balancer in self._balancers.items():
+            balancer.warm_up(self._params, self._placements[stack])
+        self._read_balance()
         self.compilations.count = 0
         self._free_since = time.monotonic()
 
@@ -222,8 +227,7 @@ class JaxExecutor:
         if len(plan.ranks) != self._ranks:
             raise ValueError(f"a plan for {len(plan.ranks)} ranks: the programs are for {self._ranks}")
         compiled = self.compilations.count
-        if self._balancer is not None:
-            self._balance()
+        self._balance()
         at = time.monotonic()
         for starts in itertools.zip_longest(*(rank.starts for rank in plan.ranks)):
             self._start(starts)
@@ -232,8 +236,8 @@ class JaxExecutor:
         prefill = self._prefill([rank.prefills for rank in plan.ranks])
         decode = self._decode([rank.decodes for rank in plan.ranks])
         speculation = self._speculate([rank.speculation for rank in plan.ranks])
-        self._draft_first([rank.first_drafts for rank in plan.ranks])
-        self._queue.append(_Dispatched(plan, prefill, decode, speculation, at))
+        first_drafts = self._draft_first([rank.first_drafts for rank in plan.ranks])
+        self._queue.append(_Dispatched(plan, prefill, decode, speculation, first_drafts, at))
         if self._strict and self.compilations.count > compiled:
             raise RuntimeError(f"step {plan.number} compiled {self.compilations.count - compiled} programs")
 
@@ -254,13 +258,17 @@ class JaxExecutor:
         """
         self._steps += 1
         if self._steps % _BALANCE_EVERY == 0:
-            self.balance = _balance_stats(self._balancer.metrics())
-        try:
-            self._params, self._placement = self._balancer.advance(self._params, self._placement)
-        except Exception:
-            if self._programs.layout.spans_processes:
-                raise
-            _log.exception("the experts stay where they are: a rearrangement failed")
+            self._read_balance()
+        for stack, balancer in self._balancers.items():
+            try:
+                self._params, self._placements[stack] = balancer.advance(self._params, self._placements[stack])
+            except Exception:
+                if self._programs.layout.spans_processes:
+                    raise
+                _log.exception("the experts of the %s stay where they are: a rearrangement failed", _MODELS[stack])
+
+    def _read_balance(self) -> None:
+        self.balance = {_MODELS[stack]: _balance_stats(b.metrics()) for stack, b in self._balancers.items()}
 
     def _result(self, step: _Dispatched, rank: int) -> RankResult:
         plan, sampling = step.plan.ranks[rank], self._sampling[rank]
@@ -277,7 +285,10 @@ class JaxExecutor:
         if plan.speculation is not None:
             requests = [sampling[slot] for slot in plan.speculation.slots.tolist()]
             speculation = _speculated(step.speculation, rank, requests)
-        return RankResult(prefills, decodes, logprobs, speculation)
+        first_drafts = None
+        if plan.first_drafts:
+            first_drafts = step.first_drafts.of_rank("tokens", rank)[: len(plan.first_drafts)]
+        return RankResult(prefills, decodes, logprobs, speculation, first_drafts)
 
     def _start(self, starts: Sequence[SlotStart | None]) -> None:
         """Starts at most one request on each rank."""
@@ -306,16 +317,20 @@ class JaxExecutor:
         words = ceil_div(programs.cfg.vocab_size, 32)
         most = max(map(len, masks))
         rows = min(n for n in programs.buckets.masks if n >= most)
+        by_place = any(np.ndim(mask.mask) == 2 for rank in masks for mask in rank)
+        places = programs.mask_places if by_place else 1
         local = [masks[rank] for rank in self._local_ranks]
         slots = np.full((len(local), rows), programs.cache_cfg.slots, np.int32)
-        values = np.full((len(local), rows, words), 0xFFFFFFFF, np.uint32)
+        values = np.full((len(local), rows, places, words), 0xFFFFFFFF, np.uint32)
         for i, given in enumerate(local):
             for row, mask in enumerate(given):
                 slots[i, row] = mask.slot
-                if mask.mask is not None:
+                if np.ndim(mask.mask) == 2:
+                    values[i, row, : len(mask.mask)] = mask.mask
+                elif mask.mask is not None:
                     values[i, row] = mask.mask
-        arguments = programs.layout.put((slots.reshape(-1), values.reshape(-1, words)))
-        self._cache = programs.set_allowed_tokens(rows)(self._cache, *arguments)
+        arguments = programs.layout.put((slots.reshape(-1), values.reshape(-1, places, words)))
+        self._cache = programs.set_allowed_tokens(rows, places)(self._cache, *arguments)
 
     def _prefill(self, ranks: Sequence[tuple[Prefill, ...]]) -> _Results | None:
         programs, chunks = self._programs, [chunk for rank in ranks for chunk in rank]
@@ -396,18 +411,18 @@ class JaxExecutor:
     def _speculative_batch(self, rank: int, plan: Speculation | None, bucket: DecodeBucket) -> SpeculativeBatch:
         if plan is None:
             return self._programs.nothing(bucket)
-        columns = (plan.slots, _reached(plan), plan.max_drafts, plan.min_drafts, plan.tokens)
+        columns = (plan.slots, _reached(plan), plan.max_drafts, plan.min_drafts, plan.tokens, plan.seen)
         rows = [
-            SpeculativeRequest(slot, pages, end, most, least, self._sampling[rank][slot], token)
-            for slot, end, most, least, token, pages in zip(
-                *(c.tolist() for c in columns), plan.page_table, strict=True
+            SpeculativeRequest(slot, pages, end, most, least, self._sampling[rank][slot], token, pauses, seen)
+            for slot, end, most, least, token, seen, pauses, pages in zip(
+                *(c.tolist() for c in columns), plan.pause_tokens, plan.page_table, strict=True
             )
         ]
         return self._programs.batch(rows, bucket)
 
-    def _draft_first(self, ranks: Sequence[tuple[int, ...]]) -> None:
+    def _draft_first(self, ranks: Sequence[tuple[int, ...]]) -> _Results | None:
         if not any(ranks):
-            return
+            return None
         most = max(map(len, ranks))
         bucket = min((b for b in self._programs.buckets.draft if b.requests >= most), key=lambda b: b.requests)
         batches = []
@@ -417,7 +432,7 @@ class JaxExecutor:
                 for slot in ranks[rank]
             ]
             batches.append(self._programs.batch(rows, bucket))
-        self._run(bucket, batches)
+        return _Results(self._run(bucket, batches), self._ranks)
 
     def _run(
         self, bucket: Bucket, batches: list[StepBatch] | list[SpeculativeBatch]
@@ -426,18 +441,25 @@ class JaxExecutor:
         programs = self._programs
         batch = batches[0] if len(batches) == 1 else concatenate_batches(batches)
         batch = programs.layout.put(batch)
-        options = {}
-        if self._balancer is not None and not isinstance(bucket, DraftBucket):
-            options["placement"] = self._placement
+        placements = {_PLACEMENTS[stack]: placement for stack, placement in self._placements.items()}
+        options = {name: placements[name] for name in placement_names(bucket) if name in placements}
         self._cache, output = programs.step(bucket)(self._params, self._cache, batch, **options)
-        if isinstance(bucket, DraftBucket):
-            return output
-        if self._balancer is not None:
-            self._balancer.record(output.expert_load, "prefill" if isinstance(bucket, PrefillBucket) else "decode")
-        names = ("tokens", "logprobs", "counts", "verified")
+        self._record_loads(bucket, output)
+        names = ("tokens", "logprobs", "counts", "verified", "next_drafts")
         for array in (getattr(output, name) for name in names if hasattr(output, name)):
             array.copy_to_host_async()
         return output
+
+    def _record_loads(self, bucket: Bucket, output: StepOutput | SpeculativeOutput | DraftOutput) -> None:
+        """Loads of experts; the first drafts of requests count as prefill."""
+        draft = output if isinstance(output, DraftOutput) else getattr(output, "draft", None)
+        loads = {} if draft is None else {"mtp": draft.expert_load}
+        if draft is not output:
+            loads["layers"] = output.expert_load
+        kind = "prefill" if isinstance(bucket, PrefillBucket | DraftBucket) else "decode"
+        for stack, balancer in self._balancers.items():
+            if stack in loads:
+                balancer.record(loads[stack], kind)
 
     @property
     def _lookback(self) -> int:
@@ -467,7 +489,7 @@ def _sampled(results: _Results, rank: int, sampling: list[RequestSampling]) -> S
 
 def _speculated(results: _Results, rank: int, sampling: list[RequestSampling]) -> Speculated:
     """The tokens of each of the rank's rows, with the best ones if any request asks for them."""
-    names = ["counts", "verified", "tokens", "logprobs"]
+    names = ["counts", "verified", "tokens", "logprobs", "next_drafts"]
     if max(s.top_logprobs for s in sampling) > 0:
         names += ["top_tokens", "top_logprobs"]
     return Speculated(*(results.of_rank(name, rank)[: len(sampling)] for name in names))

@@ -72,6 +72,7 @@ def memory_plan(
     *,
     tables_on_device: bool = True,
     expert_slots: int | None = None,
+    draft_expert_slots: int | None = None,
     workspace: int | None = None,
     fraction: float = 0.9,
     packed: bool = False,
@@ -81,9 +82,9 @@ def memory_plan(
     `cache_cfg` is that of one rank. `packed` says that weights are loaded as the kernels take them. Devices without
     memory of their own have equal shares of the host's.
     """
+    slots = {"expert_slots": expert_slots, "draft_expert_slots": draft_expert_slots}
     everything, without_tables = (
-        _device_bytes(param_shapes(cfg, numerics, layout, tables_on_device=tables, expert_slots=expert_slots))
-        for tables in (True, False)
+        _device_bytes(param_shapes(cfg, numerics, layout, tables_on_device=tables, **slots)) for tables in (True, False)
     )
     cache = jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics))
     per_slot = (cache.windows, cache.open_groups, cache.draft_windows, cache.ngram_ids)

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
-from jaxtyping import Float32, Int32, UInt32
+from jaxtyping import Float32, Int32
 
 from dsv4jax.engine.request import PromptLogprobs
+from dsv4jax.engine.token_mask import Mask
 from dsv4jax.sampling_settings import RequestSampling
 
 NEXT_TOKEN = -1
@@ -33,10 +34,14 @@ class SlotStart:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SlotMask:
-    """Tokens allowed from now on in a slot, one bit each, in place of the earlier mask; None allows all."""
+    """Tokens allowed from now on in a slot, one bit each, in place of the earlier mask; None allows all.
+
+    With places, row i says what may follow the newest chosen token and i drafts behind it, as far as the step verifies
+    any; otherwise the mask is that of all places.
+    """
 
     slot: int
-    mask: UInt32[np.ndarray, " words"] | None
+    mask: Mask
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,8 +74,8 @@ class Speculation:
     """The newest chosen token of each running request and up to `max_drafts` drafts after it, which the slots hold.
 
     `tokens[i]` is a token id or NEXT_TOKEN; an id may differ from the token in the slot, and no drafts follow it then.
-    Each request gets the accepted drafts and one token more, and the slot new drafts. A request at its end, which the
-    host may not know yet, gets nothing.
+    Each request gets the accepted drafts and one token more, and the slot new drafts. A request at its end or in a
+    pause, which the host may not know yet, gets nothing.
     """
 
     slots: Int32[np.ndarray, " requests"]
@@ -82,6 +87,11 @@ class Speculation:
     min_drafts: Int32[np.ndarray, " requests"]
     """At least so many are verified, if there are so many; a step that chooses what pays chooses up to `max_drafts`."""
     max_drafts: Int32[np.ndarray, " requests"]
+    pause_tokens: Int32[np.ndarray, "requests pauses"]
+    """Tokens behind which the allowed tokens may change, -1 for none: a request that has chosen one beyond its `seen`
+    pauses, and of accepted drafts it is the last one."""
+    seen: Int32[np.ndarray, " requests"]
+    """Position of the newest chosen token that the host has seen."""
     page_table: Int32[np.ndarray, "requests pages"]
     """As in `Decodes`; covers `max_drafts` drafts behind `positions`."""
 
@@ -126,11 +136,13 @@ class Speculated:
     """What came of a rank's `Speculation`, in its order; as in `Sampled`, but places past `counts` hold any value."""
 
     counts: Int32[np.ndarray, " requests"]
-    """Tokens of each request: the accepted drafts and one more; 0 for one that was at its end."""
+    """Tokens of each request: the accepted drafts and one more; 0 for one that was at its end or in a pause."""
     verified: Int32[np.ndarray, " requests"]
     """Drafts that were verified."""
     tokens: Int32[np.ndarray, "requests tokens"]
     logprobs: Float32[np.ndarray, "requests tokens"]
+    next_drafts: Int32[np.ndarray, "requests block"]
+    """The drafts behind these tokens, which the slots hold."""
     top_tokens: Int32[np.ndarray, "requests tokens top"] | None = None
     top_logprobs: Float32[np.ndarray, "requests tokens top"] | None = None
 
@@ -144,6 +156,8 @@ class RankResult:
     prompt_logprobs: tuple[PromptLogprobs | None, ...] = ()
     """Per prefill: of its own tokens, if asked for."""
     speculation: Speculated | None = None
+    first_drafts: Int32[np.ndarray, "requests block"] | None = None
+    """Those of the plan's `first_drafts`, in their order."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

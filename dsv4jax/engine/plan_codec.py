@@ -42,8 +42,8 @@ def plan_to_json(plan: StepPlan, array: Callable[[np.ndarray], Any] | None = Non
     """The plan as a JSON value, without the tokens of prefills.
 
     Args:
-      array: writes an array, int32 of any shape or uint32 [words]. None: lists of numbers; masks as hexadecimal bytes
-        (little-endian words).
+      array: writes an array of int32 or uint32. None: lists of numbers, where the last dimension of uint32 is written
+        as hexadecimal bytes (little-endian words).
     """
     array = array or _array_to_json
 
@@ -204,8 +204,14 @@ def _with_page_tables(
 
 
 def _array_to_json(values: np.ndarray) -> Any:
-    return values.astype("<u4").tobytes().hex() if values.dtype == np.uint32 else values.tolist()
+    if values.dtype != np.uint32:
+        return values.tolist()
+    return values.astype("<u4").tobytes().hex() if values.ndim == 1 else [*map(_array_to_json, values)]
 
 
 def _array_from_json(value: Any) -> np.ndarray:
-    return np.frombuffer(bytes.fromhex(value), "<u4") if isinstance(value, str) else np.array(value, np.int32)
+    if isinstance(value, str):
+        return np.frombuffer(bytes.fromhex(value), "<u4")
+    if value and isinstance(value[0], str):
+        return np.stack([*map(_array_from_json, value)])
+    return np.array(value, np.int32)

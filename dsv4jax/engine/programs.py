@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from dsv4jax.batch import (
     speculative_batch,
     with_engram_rows,
 )
-from dsv4jax.cache import Cache, CacheConfig, init_cache
+from dsv4jax.cache import Cache, CacheConfig, init_cache, mask_places
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
 from dsv4jax.packing import param_shapes
@@ -46,8 +47,9 @@ class DraftBucket:
 
 
 Bucket = PrefillBucket | DecodeBucket | DraftBucket
-ProgramKey = Bucket | int | Literal["cache", "start"]
-"""Which program of an engine: the step of a bucket, `set_allowed_tokens` of so many rows, or one of the other two."""
+ProgramKey = Bucket | tuple[int, int] | Literal["cache", "start"]
+"""Which program of an engine: the step of a bucket, `set_allowed_tokens` of so many rows and of masks for so many
+places, or one of the other two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,7 @@ def make_buckets(
     return Buckets(
         prefill=tuple(prefill),
         decode=tuple(DecodeBucket(n, p) for n, p in sizes),
-        masks=tuple(sorted({1, min(8, cache_cfg.slots), cache_cfg.slots})),
+        masks=tuple(sorted({min(8**i, cache_cfg.slots) for i in range(cache_cfg.slots.bit_length() + 1)})),
         verify=tuple(DecodeBucket(n, p, tokens_per_request=1 + drafts) for n, p in sizes if drafts),
         draft=(DraftBucket(prefill_requests),) if drafts else (),
     )
@@ -166,18 +168,20 @@ def list_programs(
     token_map: np.ndarray | None = None,
     params: Params | None = None,
     expert_slots: int | None = None,
+    draft_expert_slots: int | None = None,
 ) -> dict[ProgramKey, Program]:
     """Every program of an engine, from shapes alone; arguments as those of `Programs`."""
+    slots = {"expert_slots": expert_slots, "draft_expert_slots": draft_expert_slots}
     if params is None:
-        params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None, expert_slots=expert_slots)
+        params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None, **slots)
     empty_cache = functools.partial(init_cache, cfg, cache_cfg, numerics, layout)
     cache = _shapes(jax.eval_shape(empty_cache), layout)
     static: dict[str, Any] = {"cfg": cfg, "numerics": numerics, "layout": layout}
-    placement = {} if expert_slots is None else {"placement": _placement_shapes(cfg, layout, expert_slots)}
+    placements = {name: _placement_shapes(layout, *sizes) for name, sizes in moving_experts(cfg, **slots).items()}
     programs: dict[ProgramKey, Program] = {"cache": Program(jax.jit(empty_cache, out_shardings=layout.by_rank), ())}
     for bucket in buckets.steps:
         batches = batch_shapes(cfg, cache_cfg, bucket, layout, tables, token_map)
-        options = {} if isinstance(bucket, DraftBucket) else dict(placement)
+        options: dict[str, Any] = {name: placements[name] for name in placement_names(bucket) if name in placements}
         if bucket in buckets.verify:
             options["step_seconds"] = equal_costs(bucket)
         programs[bucket] = Program(step_function(bucket), (params, cache, batches), options, static, STEP_OPTIONS)
@@ -185,10 +189,27 @@ def list_programs(
     start = _shapes(start_rows([row] * layout.ranks, layout), layout)
     programs["start"] = Program(start_request, (cache, *start), static={"layout": layout})
     words = ceil_div(cfg.vocab_size, 32)
-    for n in buckets.masks:
-        rows = np.zeros(layout.ranks * n, np.int32), np.zeros((layout.ranks * n, words), np.uint32)
-        programs[n] = Program(set_allowed_tokens, (cache, *_shapes(rows, layout)), static={"layout": layout})
+    for n, places in mask_programs(cfg, cache_cfg, buckets):
+        rows = np.zeros(layout.ranks * n, np.int32), np.zeros((layout.ranks * n, places, words), np.uint32)
+        arguments = cache, *_shapes(rows, layout)
+        programs[n, places] = Program(set_allowed_tokens, arguments, static={"layout": layout})
     return programs
+
+
+def mask_programs(cfg: ModelConfig, cache_cfg: CacheConfig, buckets: Buckets) -> list[tuple[int, int]]:
+    """Rows, and places with masks of their own, of each program of `set_allowed_tokens`."""
+    return [*itertools.product(buckets.masks, sorted({1, mask_places(cfg, cache_cfg)}))]
+
+
+def moving_experts(
+    cfg: ModelConfig, expert_slots: int | None, draft_expert_slots: int | None
+) -> dict[str, tuple[int, int, int]]:
+    """Layers, experts and slots of a rank, by the placement that says where the experts are; of those that move."""
+    sizes = {
+        "placement": (cfg.num_hidden_layers, cfg.n_routed_experts, expert_slots),
+        "draft_placement": (cfg.num_nextn_predict_layers, cfg.dspark_n_routed_experts, draft_expert_slots),
+    }
+    return {name: (layers, experts, slots) for name, (layers, experts, slots) in sizes.items() if slots is not None}
 
 
 def compile_programs(
@@ -211,6 +232,7 @@ class Programs:
     A program runs a step of all ranks of the layout, each with a batch of the same bucket.
 
     Attributes:
+      mask_places: for how many tokens of a step a slot has masks of their own.
       workspace_bytes: the most temporary memory any program takes on a device, besides arguments and results.
     """
 
@@ -225,6 +247,7 @@ class Programs:
         token_map: np.ndarray | None = None,
         params: Params | None = None,
         expert_slots: int | None = None,
+        draft_expert_slots: int | None = None,
         forced_acceptance: Float32[np.ndarray, " drafts"] | None = None,
         progress: bool = True,
         compiled: Mapping[ProgramKey, Any] | None = None,
@@ -236,8 +259,8 @@ class Programs:
           layout: devices, and how they share the work.
           tables, token_map: Engram tables on the host, and `params["engram_token_map"]` for them; not with drafts.
           params: parameters whose shapes to compile for; None for those of a checkpoint, packed if `numerics` want it.
-          expert_slots: of each rank, for the experts of a backbone layer; the steps of these then take an
-            `ExpertPlacement`. None for experts that stay where they are.
+          expert_slots, draft_expert_slots: of each rank, for the experts of a backbone layer and of a draft stage; the
+            steps of these then take an `ExpertPlacement`. None for experts that stay where they are.
           forced_acceptance: for benchmarks only, of every step with drafts; see `speculative_step`.
           compiled: the programs, from `dsv4jax.export`; then nothing is traced and nothing compiled.
         """
@@ -248,12 +271,15 @@ class Programs:
         self._step_seconds = {b: equal_costs(b) for b in buckets.verify}
         self._forced = {} if forced_acceptance is None else {"forced_acceptance": forced_acceptance}
         if compiled is None:
-            listed = list_programs(cfg, cache_cfg, buckets, numerics, layout, tables, token_map, params, expert_slots)
+            listed = list_programs(
+                cfg, cache_cfg, buckets, numerics, layout, tables, token_map, params, expert_slots, draft_expert_slots
+            )
             for bucket in buckets.verify:
                 options = {**listed[bucket].options, **self._forced}
                 listed[bucket] = dataclasses.replace(listed[bucket], options=options)
             compiled = compile_programs({key: program.lower for key, program in listed.items()}, progress)
         self._compiled = dict(compiled)
+        self.mask_places = mask_places(cfg, cache_cfg)
         analyses = [program.memory_analysis() for program in self._compiled.values()]
         self.workspace_bytes = max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
@@ -263,7 +289,7 @@ class Programs:
         return self._compiled
 
     def step(self, bucket: Bucket) -> Callable[..., tuple[Cache, Any]]:
-        """The program of a bucket: of (params, cache, batch), with `expert_slots` also of the keyword `placement`."""
+        """The program of a bucket: of (params, cache, batch), with slots for experts also of `placement_names`."""
         program = self._compiled[bucket]
         costs = self._step_seconds.get(bucket)
         return program if costs is None else functools.partial(program, step_seconds=costs, **self._forced)
@@ -299,9 +325,17 @@ class Programs:
         """`steps.start_request`, for one request of each rank."""
         return self._compiled["start"]
 
-    def set_allowed_tokens(self, rows: int) -> Callable[..., Cache]:
-        """`steps.set_allowed_tokens` for a row count of `buckets.masks` on each rank."""
-        return self._compiled[rows]
+    def set_allowed_tokens(self, rows: int, places: int) -> Callable[..., Cache]:
+        """`steps.set_allowed_tokens` for a row count of `buckets.masks` on each rank, and 1 or `mask_places` masks."""
+        return self._compiled[rows, places]
+
+
+def placement_names(bucket: Bucket) -> tuple[str, ...]:
+    """The placements, as keywords, of the experts that a step in the bucket runs."""
+    if isinstance(bucket, DraftBucket):
+        return ("draft_placement",)
+    verifies = isinstance(bucket, DecodeBucket) and bucket.tokens_per_request > 1
+    return ("placement", "draft_placement") if verifies else ("placement",)
 
 
 def make_batch(
@@ -360,12 +394,11 @@ def _lower(function: Any, *args: Any, **static: Any) -> Any:
     return function.lower(*args, **static)
 
 
-def _placement_shapes(cfg: ModelConfig, layout: Layout, expert_slots: int) -> ExpertPlacement:
-    owners = initial_owners(1, cfg.n_routed_experts, layout.ranks, expert_slots)
-    one = placement_from_owners(owners, cfg.n_routed_experts, layout.ranks)
+def _placement_shapes(layout: Layout, layers: int, experts: int, slots: int) -> ExpertPlacement:
+    one = placement_from_owners(initial_owners(1, experts, layout.ranks, slots), experts, layout.ranks)
 
     def of_all_layers(a: np.ndarray) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((cfg.num_hidden_layers, *a.shape[1:]), a.dtype, sharding=layout.on_all)
+        return jax.ShapeDtypeStruct((layers, *a.shape[1:]), a.dtype, sharding=layout.on_all)
 
     return jax.tree.map(of_all_layers, one)
 

@@ -14,7 +14,7 @@ from dsv4jax.engine.plan import Decodes, Prefill, RankPlan, SlotMask, SlotStart,
 from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
 from dsv4jax.engine.slots import Slots
-from dsv4jax.engine.token_mask import MaskError
+from dsv4jax.engine.token_mask import Mask, MaskError, one_mask
 
 _REQUEST_LOAD = 256  # what a running request weighs, in tokens of prefill
 _CONTEXT_LOAD = 1 / 64  # and each token in its pages
@@ -40,7 +40,7 @@ class Rank:
         self._slots = slots.of_rank(number, cfg.slots)
         self._sequences = self._slots.sequences
         self._new: list[Sequence] = []  # slots to be started in the next step
-        self._masks: list[SlotMask] = []
+        self._masks: dict[int, Mask] = {}  # to be sent with the next step
 
     # Admission.
 
@@ -109,7 +109,7 @@ class Rank:
         slots.sequences[slot] = None
         slots.decoding[slot] = slots.masked[slot] = False
         slots.epochs[slot] += 1
-        self._masks = [mask for mask in self._masks if mask.slot != slot]
+        self._masks.pop(slot, None)
         self.free_slots.append(slot)
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
@@ -151,22 +151,22 @@ class Rank:
             SlotStart(s.slot, s.tokens, s.prefill_end - len(s.request.prompt), s.sampling, s.request.logit_bias)
             for s in self._new
         )
-        masks = tuple(self._masks)
-        self._new, self._masks = [], []
+        masks = tuple(SlotMask(slot, mask) for slot, mask in self._masks.items())
+        self._new, self._masks = [], {}
         slots, in_flight, first_drafts = self._slots, [], []
         for chunk in prefills:
             slot = chunk.slot
             sequence = self._sequences[slot]
             counts = chunk.end == sequence.length
-            in_flight.append(PrefillInFlight(sequence, int(slots.epochs[slot]), chunk.end, counts))
-            sequence.computed = chunk.end
+            sequence.computed, drafts = chunk.end, False
             if chunk.end == sequence.prefill_end:
                 self.prefilling.remove(sequence)
                 slots.decoding[slot] = True
                 slots.again[slot] = sequence.length - chunk.end
                 slots.unread[slot] = slots.ahead[slot] = counts
-                if self._drafts_first(sequence):
+                if drafts := self._drafts_first(sequence):
                     first_drafts.append(slot)
+            in_flight.append(PrefillInFlight(sequence, int(slots.epochs[slot]), chunk.end, counts, drafts))
         return RankPlan(starts, masks, prefills, decodes, speculation, tuple(first_drafts)), in_flight
 
     def _drafts_first(self, sequence: Sequence) -> bool:
@@ -174,8 +174,7 @@ class Rank:
         slots, slot = self._slots, sequence.slot
         wants = slots.most_drafts[slot] > 0 and slots.again[slot] == 0
         room = min(slots.ends[slot] - 2, slots.draft_contexts[slot]) > slots.lengths[slot]
-        # The mask of the token in flight, of the one after it and of at least one more.
-        return bool(wants and room and (sequence.mask is None or sequence.mask.unchanged_for > 2))
+        return bool(wants and room)
 
     # For choices that decode.
 
@@ -194,18 +193,30 @@ class Rank:
             self._add_page(sequence)
 
     def drafts_for_mask(self, sequence: Sequence, drafts: int, failed: Failures) -> int | None:
-        """Sends the mask of the next tokens if needed; how many drafts it holds for, None if it cannot be known yet."""
-        slot = sequence.slot
-        unread, ahead = int(self._slots.unread[slot]), int(self._slots.ahead[slot])
-        if self._slots.again[slot] > 1:
+        """Sends the masks of the next tokens if needed; for how many drafts, None if they cannot be known yet."""
+        slots, slot = self._slots, sequence.slot
+        unread, ahead = int(slots.unread[slot]), int(slots.ahead[slot])
+        slots.pause_tokens[slot] = -1
+        if slots.again[slot] > 1:
             return 0
-        if drafts or ahead > unread:
-            left = sequence.mask.unchanged_for - ahead
-            if left > 0:
-                return min(drafts, left - 1) if self._send_mask(sequence, 0, failed) else None
-        if ahead > unread or (unread and sequence.mask.waits_for_tokens):
+        if not drafts:
+            waits = ahead > unread or (unread and sequence.mask.waits_for_tokens)
+            return 0 if not waits and self._send_mask(sequence, unread, failed) else None
+        left = sequence.mask.unchanged_for - ahead
+        if left > drafts or (unread and left > 1):
+            pauses = sequence.mask.pause_tokens
+            slots.pause_tokens[slot, : len(pauses)] = pauses
+            return min(drafts, left - 1) if self._send_mask(sequence, 0, failed) else None
+        if unread:
             return None
-        return 0 if self._send_mask(sequence, unread, failed) else None
+        known = slots.drafts[slot, : min(drafts, slots.draft_counts[slot])]
+        try:
+            masks = sequence.mask.along(known.tolist())
+        except MaskError as error:
+            failed.append((sequence, str(error)))
+            return None
+        self._set_mask(sequence, one_mask(masks))
+        return len(masks) - 1
 
     def publish(self, sequence: Sequence, confirmed: int, hasher: PrefixHasher) -> None:
         """Offers completely written pages up to a position for reuse."""
@@ -265,7 +276,9 @@ class Rank:
             if not ahead:  # the token under way may end the choice
                 failed.append((sequence, str(error)))
             return False
-        if mask is not sequence.mask_sent:
-            self._masks.append(SlotMask(sequence.slot, mask))
-            sequence.mask_sent = mask
+        self._set_mask(sequence, mask)
         return True
+
+    def _set_mask(self, sequence: Sequence, mask: Mask) -> None:
+        if mask is not sequence.mask_sent:
+            sequence.mask_sent = self._masks[sequence.slot] = mask

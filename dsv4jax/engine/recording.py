@@ -18,7 +18,7 @@ from dsv4jax.engine.plan import Executor, RankResult, Sampled, Speculated, StepP
 from dsv4jax.engine.plan_codec import Prompts, plan_from_json, plan_to_json, take_prompts
 from dsv4jax.engine.request import PromptLogprobs
 
-_HEADER = {"recording": "dsv4jax.engine", "version": 2}
+_HEADER = {"recording": "dsv4jax.engine", "version": 3}
 
 
 class ReplayDifference(Exception):
@@ -206,7 +206,9 @@ def _result_from_json(result: Any) -> StepResult:
     for rank in result["ranks"]:
         logprobs = tuple(p and _prompt_logprobs(p) for p in rank["prompt_logprobs"])
         speculation = rank["speculation"] and Speculated(**_arrays(rank["speculation"]))
-        ranks.append(RankResult(_sampled(rank["prefills"]), _sampled(rank["decodes"]), logprobs, speculation))
+        first_drafts = rank["first_drafts"] and _ints(rank["first_drafts"])
+        parts = _sampled(rank["prefills"]), _sampled(rank["decodes"])
+        ranks.append(RankResult(*parts, logprobs, speculation, first_drafts))
     return StepResult(**result | {"ranks": tuple(ranks)})
 
 

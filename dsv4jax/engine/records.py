@@ -80,7 +80,8 @@ class BalanceStats:
     """How even the load of the ranks' experts has been lately, and what was done about it."""
 
     measured: Mapping[str, float]
-    """Per kind of step, "prefill" or "decode": mean load of the ranks / load of the busiest."""
+    """Per kind of step, "prefill" or "decode": mean load of the ranks / load of the busiest. First drafts of a request
+    count as prefill."""
     uniform: Mapping[str, float]
     """The same for uniform random routing of as many tokens: what chance alone leaves."""
     rearrangements: int
@@ -118,8 +119,8 @@ class EngineStats:
     compilations: int
     """Programs compiled after warm-up."""
     ranks: tuple[RankStats, ...]
-    balance: BalanceStats | None = None
-    """None where experts stay where they are."""
+    balance: Mapping[str, BalanceStats] = dataclasses.field(default_factory=dict)
+    """Of "target" and "draft", where experts do not stay where they are."""
 
 
 class Observer(Protocol):

@@ -76,14 +76,17 @@ class Results:
     def _take_prefills(
         self, rank: Rank, chunks: list[PrefillInFlight], result: RankResult, now: float, update: Update
     ) -> None:
-        slots, sampled = self._slots, result.prefills
-        for place, (sequence, epoch, end, counts) in enumerate(chunks):
+        slots, sampled, drafted = self._slots, result.prefills, 0
+        for place, (sequence, epoch, end, counts, drafts) in enumerate(chunks):
             row = rank.number * self._cfg.slots + sequence.slot
+            drafted += drafts
             if sequence.slot < 0 or slots.epochs[row] != epoch:
                 continue
             if sequence.request.prompt_logprobs >= 0 and sequence.first_token is None:
                 sequence.prompt_logprobs.append(result.prompt_logprobs[place])
             rank.publish(sequence, end, self._hasher)
+            if drafts:
+                slots.keep_drafts(np.array([row]), result.first_drafts[drafted - 1 : drafted])
             if counts:
                 first = sequence.first_token is None
                 if first:
@@ -113,8 +116,11 @@ class Results:
         slots.unread[got.rows] -= 1
         slots.ahead[got.rows] -= 1 + running.drafts[got.places]
         if drafted:
-            got = got.where(got.counts > 0)  # the others were at their end
+            got = got.where(got.counts > 0)  # the others were at their end or in a pause
             self._counter.count(got.verified, got.counts - 1)
+            slots.keep_drafts(got.rows, _joined(parts, "next_drafts")[got.places])
+        elif self._cfg.drafts:
+            slots.draft_counts[got.rows] = 0
         lengths = slots.lengths[got.rows]
         self._take(got, now, update)
         if not self._cfg.deterministic:

@@ -3,11 +3,11 @@
 import dataclasses
 
 import numpy as np
-from jaxtyping import Int32, UInt32, UInt64
+from jaxtyping import Int32, UInt64
 
 from dsv4jax.engine.page_pool import PageKey
 from dsv4jax.engine.request import FinishReason, GenerationRequest, PromptLogprobs
-from dsv4jax.engine.token_mask import TokenMask
+from dsv4jax.engine.token_mask import Mask, TokenMask
 from dsv4jax.sampling_settings import RequestSampling
 
 
@@ -61,7 +61,7 @@ class Sequence:
     window_floor: int = 0
     published: int = 0
     last_prefill: int = -1
-    mask_sent: UInt32[np.ndarray, " words"] | None = None
+    mask_sent: Mask = None
     overtaken: int = 0
     first_cached: int = -1
     preemptions: int = 0

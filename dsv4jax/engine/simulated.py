@@ -1,6 +1,7 @@
 """An executor without a device: steps take the time a cost model says, on a virtual clock.
 
 Drafts are accepted as an acceptance model says; the first ones follow the first tokens of a request, as in the model.
+Which tokens they are, and which are allowed, is not simulated.
 """
 
 import collections
@@ -144,7 +145,8 @@ class SimulatedExecutor:
             _no_logprobs(min(p.end, len(p.tokens) - 1) - p.start, p.prompt_logprobs) if p.prompt_logprobs >= 0 else None
             for p in plan.prefills
         )
-        return RankResult(prefills, decodes, logprobs, speculation)
+        first_drafts = self._drafts(len(plan.first_drafts)) if plan.first_drafts else None
+        return RankResult(prefills, decodes, logprobs, speculation, first_drafts)
 
     def _speculate(self, rank: int, plan: Speculation) -> Speculated:
         """All drafts that the plan allows are verified."""
@@ -156,7 +158,11 @@ class SimulatedExecutor:
         for i in range(int(counts.max(initial=0))):
             tokens[:, i] = self._tokens(rank, plan.slots, positions + i)
         self._newest[0, rank, plan.slots], self._newest[1, rank, plan.slots] = positions + counts, self._block
-        return Speculated(counts, verified, tokens, np.zeros(tokens.shape, np.float32), *self._best(tokens.shape))
+        logprobs, drafts = np.zeros(tokens.shape, np.float32), self._drafts(len(tokens))
+        return Speculated(counts, verified, tokens, logprobs, drafts, *self._best(tokens.shape))
+
+    def _drafts(self, requests: int) -> Int32[np.ndarray, "requests block"]:
+        return np.zeros((requests, self._block), np.int32)
 
     def _sample(self, rank: int, slots: _PerRequest, positions: _PerRequest) -> Sampled:
         tokens = self._tokens(rank, slots, positions)

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float64, Int32, Int64, Shaped
 
 from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
+from dsv4jax.sampling_settings import MAX_PAUSE_TOKENS
 
 Rows = Int64[np.ndarray, " rows"]
 """Some slots, by their place in the arrays, in ascending order."""
@@ -39,6 +40,12 @@ class Slots:
     most_drafts: Int32[np.ndarray, " slots"]
     draft_contexts: Int32[np.ndarray, " slots"]
     """No drafts from this position on."""
+    draft_counts: Int32[np.ndarray, " slots"]
+    """How many of `drafts` there are."""
+    drafts: Int32[np.ndarray, "slots drafts"]
+    """Those that the newest step read has left behind the newest token."""
+    pause_tokens: Int32[np.ndarray, "slots pauses"]
+    """Tokens behind which the mask of the steps in flight may no longer hold; -1 for none."""
     last_times: Float64[np.ndarray, " slots"]
     """When the last known token came."""
     eos: Int32[np.ndarray, " slots"]
@@ -56,12 +63,14 @@ class Slots:
         slots = cfg.ranks * cfg.slots
         kinds = {"sequences": object, "epochs": np.int64, "last_times": np.float64}
         kinds |= dict.fromkeys(("decoding", "watched", "masked"), bool)
-        names = [f.name for f in dataclasses.fields(cls) if f.name not in ("sequences", "page_table")]
-        return cls(
-            sequences=np.full(slots, None, object),
-            page_table=np.zeros((slots, -(-cfg.max_model_len // cfg.page_size)), np.int32),
-            **{name: np.zeros(slots, kinds.get(name, np.int32)) for name in names},
-        )
+        wide = {
+            "drafts": np.zeros((slots, cfg.drafts), np.int32),
+            "pause_tokens": np.full((slots, MAX_PAUSE_TOKENS), -1, np.int32),
+            "page_table": np.zeros((slots, -(-cfg.max_model_len // cfg.page_size)), np.int32),
+        }
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in wide]
+        narrow = {name: np.zeros(slots, kinds.get(name, np.int32)) for name in names}
+        return cls(**narrow | wide | {"sequences": np.full(slots, None, object)})
 
     def of_rank(self, number: int, slots: int) -> "Slots":
         """Views of the slots of one rank, which has `slots` of them."""
@@ -79,6 +88,8 @@ class Slots:
         self.least_drafts[slot] = request.drafts or 0
         self.most_drafts[slot] = cfg.drafts if request.drafts is None else request.drafts
         self.draft_contexts[slot] = cfg.max_model_len if request.draft_context is None else request.draft_context
+        self.draft_counts[slot] = 0
+        self.pause_tokens[slot] = -1
         self.last_times[slot] = sequence.last_time
         self.eos[slot] = -1 if request.ignore_eos else cfg.eos_id
         self.masked[slot] = sequence.mask is not None
@@ -87,6 +98,12 @@ class Slots:
         )
         self.covered[slot] = len(sequence.pages) * cfg.page_size
         self.page_table[slot, : len(sequence.pages)] = sequence.pages
+
+    def keep_drafts(self, rows: Rows, drafts: Int32[np.ndarray, "rows block"]) -> None:
+        """Notes what a step has drafted behind its newest token, as far as it may be verified."""
+        count = min(drafts.shape[1], self.drafts.shape[1])
+        self.drafts[rows, :count] = drafts[:, :count]
+        self.draft_counts[rows] = count
 
     def positions(self, rows: Rows) -> Int32[np.ndarray, " rows"]:
         """The largest position that the next token to run of each choice can have."""

@@ -6,6 +6,7 @@ reasoning budget forces, and the end of sentence after a grammar that nothing ca
 """
 
 import collections
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -18,6 +19,8 @@ from dsv4jax.tokenizer import Tokenizer
 THINK_END = "</think>"
 
 Words = UInt32[np.ndarray, " words"]
+Mask = Words | UInt32[np.ndarray, "places words"] | None
+"""Of all tokens of a step, or of each; None allows all."""
 _ALWAYS = 2**30  # more tokens than any reply has
 
 
@@ -33,6 +36,9 @@ class GrammarState(Protocol):
 
     def push(self, token_id: int) -> None:
         """Takes the token that was chosen; never end of sentence."""
+
+    def copy(self) -> "GrammarState":
+        """A state that goes its own way from here."""
 
 
 class Grammar(Protocol):
@@ -93,6 +99,7 @@ class TokenMask:
         longest = max((len(word) for word in masks.long_bad_words), default=1)
         self._tail: collections.deque[int] = collections.deque(maxlen=longest - 1)
         self._next: tuple[Words | None] | None = None
+        self._foreseen: list[tuple[int, Words | None]] = []  # tokens that may come, each with the mask behind it
         if rules.grammar is not None and not rules.in_reasoning and not rules.grammar.free_answer:
             self._state = rules.grammar.answer()
 
@@ -112,16 +119,28 @@ class TokenMask:
         return any(self._tail_is(word[:-2]) for word in self._masks.long_bad_words)
 
     @property
+    def pause_tokens(self) -> tuple[int, ...]:
+        """Tokens, at most `MAX_PAUSE_TOKENS`, that end what `unchanged_for` says when one of them is chosen."""
+        rules = self._rules
+        if self._state is not None or rules.grammar is None:
+            return ()
+        marker = () if rules.grammar.call_marker is None else (rules.grammar.call_marker,)
+        return (*marker, self._masks.think_end_id) if self._grammar_pending else marker
+
+    @property
     def unchanged_for(self) -> int:
-        """How many of the next tokens, at least 1, obey the mask of the next one whatever these tokens are."""
+        """How many of the next tokens, at least 1, obey the mask of the next one.
+
+        That is so whatever these tokens are, up to and including the first of `pause_tokens`.
+        """
         rules = self._rules
         if self._state is not None:
             return 1
         count = _ALWAYS
-        if rules.grammar is not None or self._masks.long_bad_words:
-            # One token opens a tag or leaves only the end of a bad word, the next one may then change the rules.
-            forbids = any(self._tail_is(word[:-1]) for word in self._masks.long_bad_words)
-            count = 1 if self.waits_for_tokens or forbids else 2
+        if self._masks.long_bad_words:
+            # One token leaves only the end of a bad word, the next one may then change the rules.
+            words = self._masks.long_bad_words
+            count = 1 if any(self._tail_is(w[:-2]) or self._tail_is(w[:-1]) for w in words) else 2
         if self._in_reasoning and rules.reasoning_budget is not None:
             count = min(count, rules.reasoning_budget - self._reasoning_tokens)
         if self._chosen < rules.min_tokens:
@@ -145,6 +164,30 @@ class TokenMask:
             raise ValueError(f"ahead = {ahead}: allowed are 0, and 1 when the mask does not wait for tokens")
         return self._fixed(ahead)
 
+    def along(self, drafts: Sequence[int]) -> list[Words | None]:
+        """The mask of the next token, and of those behind each draft if the drafts up to it are chosen.
+
+        It ends with a draft that is not allowed, behind which any mask will do, and before one that the grammar fails
+        at. Taking the drafts with `push` then costs little.
+
+        Raises:
+          MaskError: as `next`.
+        """
+        masks, ahead = [self.next()], copy.copy(self)
+        ahead._tail, ahead._foreseen = self._tail.copy(), []
+        ahead._state = None if self._state is None else self._state.copy()
+        self._foreseen = []
+        for draft in drafts:
+            if not self._allows(masks[-1], draft):
+                return [*masks, masks[-1]]
+            try:
+                ahead.push(draft)
+                masks.append(ahead.next())
+            except MaskError:
+                break
+            self._foreseen.append((draft, masks[-1]))
+        return masks
+
     def push(self, token_id: int) -> None:
         """Takes the token that was chosen.
 
@@ -153,8 +196,7 @@ class TokenMask:
         """
         if not 0 <= token_id < self._masks.vocab_size:
             raise MaskError(f"token {token_id} is outside the vocabulary of {self._masks.vocab_size}")
-        words = self.next()
-        if words is not None and not words[token_id // 32] >> (token_id % 32) & 1:
+        if not self._allows(self.next(), token_id):
             raise MaskError(f"token {token_id} was chosen although it was not allowed")
 
         grammar = self._rules.grammar
@@ -176,7 +218,13 @@ class TokenMask:
         self._chosen += 1
         self._last_token = token_id
         self._tail.append(token_id)
-        self._next = None
+        as_foreseen = bool(self._foreseen) and self._foreseen[0][0] == token_id
+        self._next = self._foreseen[0][1:] if as_foreseen else None
+        self._foreseen = self._foreseen[1:] if as_foreseen else []
+
+    @staticmethod
+    def _allows(words: Words | None, token_id: int) -> bool:
+        return words is None or bool(words[token_id // 32] >> (token_id % 32) & 1)
 
     @property
     def _grammar_pending(self) -> bool:
@@ -220,6 +268,14 @@ class TokenMask:
         return len(tokens) <= len(self._tail) and all(
             a == b for a, b in zip(reversed(tokens), reversed(self._tail), strict=False)
         )
+
+
+def one_mask(masks: Sequence[Words | None]) -> Mask:
+    """The masks of a step's tokens in one array; one of them if all are the same object."""
+    if all(mask is masks[0] for mask in masks):
+        return masks[0]
+    everything = np.full_like(next(mask for mask in masks if mask is not None), 0xFFFFFFFF)
+    return np.stack([everything if mask is None else mask for mask in masks])
 
 
 MaskFactory = Callable[[], TokenMask]

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dsv4jax.batch import DecodeTokens, PrefillChunk, SpeculativeRequest, concatenate_batches
-from dsv4jax.engine.programs import Bucket, DraftBucket, Programs
+from dsv4jax.engine.programs import Bucket, DraftBucket, Programs, mask_programs, moving_experts, placement_names
 from dsv4jax.export.manifest import program_name
 from dsv4jax.params import Params
 from dsv4jax.sampling import request_rows
@@ -15,11 +15,14 @@ from dsv4jax.sampling_settings import RequestSampling
 from sharding.placement import initial_owners, placement_from_owners
 
 
-def program_digests(programs: Programs, params: Params, expert_slots: int | None = None) -> dict[str, str]:
+def program_digests(
+    programs: Programs, params: Params, expert_slots: int | None = None, draft_expert_slots: int | None = None
+) -> dict[str, str]:
     """SHA-256 of what every program returns, cache included, by its name; on every rank the same short request.
 
     Args:
-      expert_slots: as the programs were compiled for; the experts of `params` are in their first slots.
+      expert_slots, draft_expert_slots: as the programs were compiled for; the experts of `params` are in their first
+        slots.
 
     Raises:
       RuntimeError: a program did not take the cache that it was given, which is donated.
@@ -31,11 +34,10 @@ def program_digests(programs: Programs, params: Params, expert_slots: int | None
     prompt = np.arange(min(tokens) // 2, dtype=np.int32) % cfg.vocab_size
     most = max(bucket.pages for bucket in buckets.steps if not isinstance(bucket, DraftBucket))
     pages = np.arange(most, dtype=np.int32)[::-1] % cache_cfg.pages
-    placement = {}
-    if expert_slots is not None:
-        owners = initial_owners(cfg.num_hidden_layers, cfg.n_routed_experts, layout.ranks, expert_slots)
-        found = placement_from_owners(owners, cfg.n_routed_experts, layout.ranks)
-        placement["placement"] = jax.device_put(found, layout.on_all)
+    placements = {}
+    for name, (layers, experts, slots) in moving_experts(cfg, expert_slots, draft_expert_slots).items():
+        owners = initial_owners(layers, experts, layout.ranks, slots)
+        placements[name] = jax.device_put(placement_from_owners(owners, experts, layout.ranks), layout.on_all)
     digests: dict[str, str] = {}
 
     def note(name: str, given: Any, cache: Any, output: Any = None) -> Any:
@@ -62,22 +64,29 @@ def program_digests(programs: Programs, params: Params, expert_slots: int | None
     row = np.int32(slot), *request_rows(prompt, (), {1: 3.0}, cfg.vocab_size), np.int32(len(prompt))
     rows = layout.put(programs.start_rows([row] * len(layout.local_ranks)))
     cache = note("start", cache, programs.start_request(cache, *rows))
-    for n in buckets.masks:
+    for n, places in mask_programs(cfg, cache_cfg, buckets):
         slots = np.tile(cache_cfg.slots - 1 + np.arange(n, dtype=np.int32), len(layout.local_ranks))
-        words = np.full((len(slots), -(-cfg.vocab_size // 32)), 0x7FFFFFFF, np.uint32)
+        words = np.full((len(slots), places, -(-cfg.vocab_size // 32)), 0x7FFFFFFF, np.uint32)
         arguments = layout.put((slots, words))
-        cache = note(program_name(n), cache, programs.set_allowed_tokens(n)(cache, *arguments))
+        cache = note(program_name((n, places)), cache, programs.set_allowed_tokens(n, places)(cache, *arguments))
     for bucket in (*buckets.prefill, *buckets.draft, *buckets.verify, *buckets.decode):
         batches = [programs.batch(requests(bucket), bucket)] * len(layout.local_ranks)
         batch = layout.put(concatenate_batches(batches))
-        options = {} if isinstance(bucket, DraftBucket) else placement
+        options = {name: placements[name] for name in placement_names(bucket) if name in placements}
         new, output = programs.step(bucket)(params, cache, batch, **options)
         cache = note(program_name(bucket), cache, new, output)
     return digests
 
 
-def compare_programs(compiled: Programs, loaded: Programs, params: Params, expert_slots: int | None = None) -> None:
+def compare_programs(
+    compiled: Programs,
+    loaded: Programs,
+    params: Params,
+    expert_slots: int | None = None,
+    draft_expert_slots: int | None = None,
+) -> None:
     """Raises RuntimeError with the names of programs that do not return the same bits, or as `program_digests`."""
-    expected, seen = (program_digests(programs, params, expert_slots) for programs in (compiled, loaded))
+    slots = expert_slots, draft_expert_slots
+    expected, seen = (program_digests(programs, params, *slots) for programs in (compiled, loaded))
     if other := [name for name, digest in expected.items() if seen[name] != digest]:
         raise RuntimeError(f"loaded programs return other bits than the compiled ones: {', '.join(other)}")

@@ -16,7 +16,15 @@ from dsv4jax.batch import EngramTables
 from dsv4jax.cache import Cache, CacheConfig
 from dsv4jax.checkpoint.snapshot import load_arrays
 from dsv4jax.config import ModelConfig
-from dsv4jax.engine.programs import Bucket, ProgramKey, Programs, batch_shapes, compile_programs, step_function
+from dsv4jax.engine.programs import (
+    Bucket,
+    ProgramKey,
+    Programs,
+    batch_shapes,
+    compile_programs,
+    mask_programs,
+    step_function,
+)
 from dsv4jax.export.environment import environment
 from dsv4jax.export.manifest import (
     ExportMismatch,
@@ -120,8 +128,9 @@ class _Signature:
 
 def _records(manifest: Manifest) -> dict[ProgramKey, ProgramRecord]:
     """Raises ValueError if a program of the shape is missing."""
-    buckets = manifest.shape.buckets
-    names = {key: program_name(key) for key in ("cache", *buckets.steps, "start", *buckets.masks)}
+    shape = manifest.shape
+    masks = mask_programs(manifest.config, shape.cache, shape.buckets)
+    names = {key: program_name(key) for key in ("cache", *shape.buckets.steps, "start", *masks)}
     if missing := [name for name in names.values() if name not in manifest.programs]:
         raise ValueError(f"programs: the manifest lacks {', '.join(missing)}")
     return {key: manifest.programs[name] for key, name in names.items()}
@@ -234,7 +243,7 @@ class ExportedSteps:
             self.layout,
             tables,
             token_map,
-            expert_slots=shape.expert_slots,
+            **shape.slots_of_experts,
             compiled=self._compiled,
         )
 
@@ -265,12 +274,17 @@ class ExportedSteps:
         return self._compiled["start"](cache, *(np.int32(row) if isinstance(row, int) else row for row in rows))
 
     def set_allowed_tokens(self, cache: Cache, slots: Any, masks: Any, *, layout: Layout = SINGLE) -> Cache:
-        """`dsv4jax.steps.set_allowed_tokens`; as many rows as one of `shape.buckets.masks` on each rank."""
+        """`dsv4jax.steps.set_allowed_tokens`; as many rows as one of `shape.buckets.masks` on each rank, and masks for
+        one place or for all.
+        """
         self._check({"layout": layout})
         rows, allowed = len(slots) // self.layout.ranks, self.shape.buckets.masks
         if rows not in allowed:
             raise ValueError(f"slots: {rows} of each rank; exported are {allowed}")
-        return self._compiled[rows](cache, slots, masks)
+        places = sorted({places for _, places in mask_programs(self.config, self.shape.cache, self.shape.buckets)})
+        if np.shape(masks)[1] not in places:
+            raise ValueError(f"masks: {np.shape(masks)[1]} places of each row; exported are {places}")
+        return self._compiled[rows, np.shape(masks)[1]](cache, slots, masks)
 
     def prefill_step(self, params: Params, cache: Cache, batch: Any, **keywords: Any) -> Any:
         """`dsv4jax.steps.prefill_step`, without `collect`."""

@@ -116,8 +116,8 @@ def program_name(key: ProgramKey) -> str:
     """The name of a program in manifest and directory."""
     if isinstance(key, str):
         return key
-    if isinstance(key, int):
-        return f"masks_{key}"
+    if isinstance(key, tuple):
+        return "masks_{}x{}".format(*key)
     if isinstance(key, PrefillBucket):
         parts = [f"prefill_{key.tokens}x{key.requests}x{key.pages}", f"tile{key.tile}", key.replay]
         parts += [f"images{key.images}"] * bool(key.images) + ["logprobs"] * key.prompt_logprobs

@@ -60,7 +60,7 @@ def export_steps(
         raise ValueError("layout: its devices belong to several processes, programs over which cannot be exported")
     here = environment(shape.devices, xla_flags, target)
     listed = list_programs(
-        cfg, shape.cache, shape.buckets, shape.numerics, layout, tables, token_map, expert_slots=shape.expert_slots
+        cfg, shape.cache, shape.buckets, shape.numerics, layout, tables, token_map, **shape.slots_of_experts
     )
     parameters = encode(next(p.arguments[0] for key, p in listed.items() if key in shape.buckets.steps))
     if params is not None and (found := difference(parameters, encode(_shapes(params)), "params")):

@@ -226,12 +226,17 @@ class Usage:
         self.reasoning_tokens += reasoning_tokens
         self.record.output_tokens = self.completion_tokens
 
+    @property
+    def predictions(self) -> dict[str, int]:
+        """Accepted and rejected drafts, to stand among the details of the output tokens; empty if there were none."""
+        if not self._drafts:
+            return {}
+        drafted, accepted = map(sum, zip(*self._drafts.values(), strict=True))
+        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+
     def json(self) -> dict[str, Any]:
         cached = self.record.cached_tokens
-        details = {"reasoning_tokens": self.reasoning_tokens}
-        if self._drafts:
-            drafted, accepted = map(sum, zip(*self._drafts.values(), strict=True))
-            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        details = {"reasoning_tokens": self.reasoning_tokens} | self.predictions
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,

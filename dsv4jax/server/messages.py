@@ -163,5 +163,5 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens} | usage.predictions,
     }

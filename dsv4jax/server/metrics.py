@@ -250,14 +250,15 @@ class PrometheusObserver:
             yield counter(
                 f"dsv4jax:rank_prefix_{name}", f"Prompt tokens {text} the prefix cache of a rank.", values, "rank"
             )
-        if (balance := stats.balance) is not None:
-            text = "Mean expert load of the ranks / load of the busiest, averaged over recent steps and layers."
-            yield gauge("dsv4jax:expert_balancedness", text, balance.measured, "step")
+        for model, balance in stats.balance.items():
+            prefix = "dsv4jax:draft_expert" if model == "draft" else "dsv4jax:expert"
+            text = f"Mean expert load of the ranks / busiest's, averaged over recent steps and layers of the {model}."
+            yield gauge(f"{prefix}_balancedness", text, balance.measured, "step")
             text = "The same for uniform random routing of as many tokens."
-            yield gauge("dsv4jax:expert_balancedness_uniform", text, balance.uniform, "step")
-            yield counter("dsv4jax:expert_rearrangements", "Rearrangements begun.", balance.rearrangements)
-            yield counter("dsv4jax:expert_rearrangement_failures", "Those abandoned.", balance.failures)
-            yield gauge("dsv4jax:experts_moved", "Experts moved in the newest rearrangement.", balance.experts_moved)
+            yield gauge(f"{prefix}_balancedness_uniform", text, balance.uniform, "step")
+            yield counter(f"{prefix}_rearrangements", "Rearrangements begun.", balance.rearrangements)
+            yield counter(f"{prefix}_rearrangement_failures", "Those abandoned.", balance.failures)
+            yield gauge(f"{prefix}s_moved", "Experts moved in the newest rearrangement.", balance.experts_moved)
         yield gauge("dsv4jax:waiting_tokens", "Prompt tokens of waiting requests.", stats.waiting_tokens)
         for name, buckets, total in histograms:
             family = HistogramMetricFamily(name, f"Histogram of {name.partition(':')[2]}.", labels=list(self._labels))
