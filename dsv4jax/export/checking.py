@@ -16,7 +16,8 @@ from sharding.placement import initial_owners, placement_from_owners
 
 
 def program_digests(programs: Programs, params: Params, expert_slots: int | None = None) -> dict[str, str]:
-    """SHA-256 of what every program returns, cache included, by its name; on every rank the same short request.
+    """SHA-256 of what every step returns, by its name, in one run, and of the "cache" that all programs leave at its end;
+    on every rank the same short request.
 
     Args:
       expert_slots: as the programs were compiled for; the experts of `params` are in their first slots.
@@ -39,12 +40,11 @@ def program_digests(programs: Programs, params: Params, expert_slots: int | None
     digests: dict[str, str] = {}
 
     def note(name: str, given: Any, cache: Any, output: Any = None) -> Any:
+        # The cache is not read before the end: what the host has seen of it might keep it from being given away.
         if not all(leaf.is_deleted() for leaf in jax.tree.leaves(given)):
             raise RuntimeError(f"{name}: the cache was not donated")
-        digest = hashlib.sha256()
-        for leaf in jax.tree.leaves((cache, output)):
-            digest.update(np.asarray(leaf).tobytes())
-        digests[name] = digest.hexdigest()
+        if output is not None:
+            digests[name] = _digest(output)
         return cache
 
     def requests(bucket: Bucket) -> list[Any]:
@@ -73,7 +73,14 @@ def program_digests(programs: Programs, params: Params, expert_slots: int | None
         options = {} if isinstance(bucket, DraftBucket) else placement
         new, output = programs.step(bucket)(params, cache, batch, **options)
         cache = note(program_name(bucket), cache, new, output)
-    return digests
+    return {**digests, "cache": _digest(cache)}
+
+
+def _digest(arrays: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(arrays):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
 
 
 def compare_programs(compiled: Programs, loaded: Programs, params: Params, expert_slots: int | None = None) -> None:
