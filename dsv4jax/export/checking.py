@@ -16,8 +16,9 @@ from sharding.placement import initial_owners, placement_from_owners
 
 
 def program_digests(programs: Programs, params: Params, expert_slots: int | None = None) -> dict[str, str]:
-    """SHA-256 of what every step returns, by its name, in one run, and of the "cache" that all programs leave at its end;
-    on every rank the same short request.
+    """SHA-256 of what every step returns, by its name, and of the "cache" that all programs have left in the end.
+
+    On every rank runs the same short request.
 
     Args:
       expert_slots: as the programs were compiled for; the experts of `params` are in their first slots.
