@@ -97,10 +97,10 @@ def test_an_emulated_rank_computes_the_model_whose_ranks_hold_the_same_experts(t
     def run(params, layout):
         return merge(tiny, params).layers[1].ffn(x, valid, image, PLAIN, layout)
 
-    expected, load = run(whole, SINGLE)
-    got, got_load = run(params, emulated_rank(4))
+    expected, chosen = run(whole, SINGLE)
+    got, got_chosen = run(params, emulated_rank(4))
     np.testing.assert_allclose(got[:10], expected[:10], rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(got_load, load)
+    np.testing.assert_array_equal(got_chosen, chosen)
 
 
 def test_an_emulated_rank_has_no_mesh():

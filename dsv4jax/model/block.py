@@ -74,15 +74,15 @@ class Block(nnx.Module):
         numerics: Numerics,
         devices: Layout = SINGLE,
         placement: tuple[Array, Array] | None = None,
-    ) -> tuple[Residual, Cache, Selection | None, Int[Array, " experts"]]:
+    ) -> tuple[Residual, Cache, Selection | None, Int[Array, "tokens k"]]:
         """Both sublayers, given what `enter("hc_attn", ...)` returned.
 
         Args:
           placement: slots and counts of this layer, see `ExpertPlacement`.
 
-        Returns what the next layer enters with, cache, selection in force, expert load.
+        Returns what the next layer enters with, cache, selection in force, and the experts of each token as `MoE`.
         """
         y, cache, selection = self.attn(x, layout, windows, by, cache, selection, numerics, devices)
         streams, x, mix = self.enter("hc_ffn", Residual(streams, y, mix), numerics)
-        y, load = self.ffn(x, layout.valid, layout.image_mask, numerics, devices, placement)
-        return Residual(streams, y, mix), cache, selection, load
+        y, chosen = self.ffn(x, layout.valid, layout.image_mask, numerics, devices, placement)
+        return Residual(streams, y, mix), cache, selection, chosen

@@ -16,6 +16,7 @@ from dsv4jax.linear import Activations, linear, linear_fp32
 from dsv4jax.model.block import Block
 from dsv4jax.model.hyper_connections import Residual, collapse, first_mix, settled_residual
 from dsv4jax.model.layout import TileWindow, TokenLayout
+from dsv4jax.model.moe import expert_load
 from dsv4jax.model.norm import RMSNorm
 from dsv4jax.model.rope import Rotation, rotation
 from dsv4jax.numerics import Numerics
@@ -81,13 +82,13 @@ class DraftStage(Block):
         numerics: Numerics,
         devices: Layout = SINGLE,
         placement: tuple[Array, Array] | None = None,
-    ) -> tuple[Residual, Int[Array, " experts"]]:
-        """Both sublayers over the blocks of `layout`; what the next stage enters with, and this rank's expert load."""
+    ) -> tuple[Residual, Int[Array, "tokens k"]]:
+        """Both sublayers over the blocks of `layout`: what the next stage enters with, and each token's experts."""
         streams, x, mix = self.enter("hc_attn", residual, numerics)
         y = self.attend(x, layout, windows, by, ring, numerics, devices)
         streams, x, mix = self.enter("hc_ffn", Residual(streams, y, mix), numerics)
-        y, load = self.ffn(x, layout.valid, layout.image_mask, numerics, devices, placement)
-        return Residual(streams, y, mix), load
+        y, chosen = self.ffn(x, layout.valid, layout.image_mask, numerics, devices, placement)
+        return Residual(streams, y, mix), chosen
 
     def markov_embedding(self, tokens: Int32[Array, " rows"]) -> Float[Array, "rows rank"]:
         """Last stage: what a token tells about the one after it, fp32."""
@@ -185,9 +186,10 @@ def block_hidden(
     streams = jnp.repeat(embeddings[:, None], cfg.hc_mult, 1)
     residual = settled_residual(streams, first_mix(streams.shape[0], cfg.hc_mult))
     by, windows = rotation(cfg, layout.positions, compressed=False), block_windows(layout, cfg.sliding_window)
-    loads = []
+    chosen = []
     for i, (stage, ring) in enumerate(zip(stages, rings, strict=True)):
         where = placement and (placement.slots[i], placement.counts[i])
-        residual, load = stage.run(residual, layout, windows, by, ring, numerics, devices, where)
-        loads.append(load)
-    return collapse(residual.settled(), residual.mix.pre), total_over_ranks(devices, jnp.stack(loads))
+        residual, experts = stage.run(residual, layout, windows, by, ring, numerics, devices, where)
+        chosen.append(experts)
+    load = total_over_ranks(devices, expert_load(chosen, cfg.dspark_n_routed_experts))
+    return collapse(residual.settled(), residual.mix.pre), load

@@ -1,10 +1,12 @@
 """Mixture of experts: router, routed experts and the shared expert (architecture sections 5.1, 5.2)."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax, nn
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.linear import Activations, joint_linear, linear, linear_fp32
@@ -101,15 +103,14 @@ class MoE(nnx.Module):
         numerics: Numerics,
         devices: Layout = SINGLE,
         placement: tuple[Array, Array] | None = None,
-    ) -> tuple[Float[Array, "tokens hidden"], Int[Array, " experts"]]:
-        """Output, and how many of this rank's valid tokens each expert got."""
+    ) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens k"]]:
+        """Output, and the experts of each token, the number of experts for tokens that are not valid."""
         values = x.values
         experts, weights = self.gate(values, image_mask, self.k, self.scale, numerics.routing, numerics.implementation)
-        count = self.gate.bias[...].shape[0]
-        load = jnp.bincount(jnp.where(valid[:, None], experts, count).reshape(-1), length=count + 1)[:count]
+        chosen = jnp.where(valid[:, None], experts, self.gate.bias[...].shape[0])
         routed = self._routed(values, experts, weights, valid, numerics, devices, placement)
         shared = self.shared_experts(x, numerics, devices).astype(jnp.float32)
-        return (routed + shared).astype(values.dtype), load
+        return (routed + shared).astype(values.dtype), chosen
 
     def _routed(
         self,
@@ -145,6 +146,14 @@ class MoE(nnx.Module):
         local = jax.tree.leaves(stacks)[0].shape[0]
         y = routed_experts(devices, local, apply, x, experts, weights, valid)
         return sum_of_experts(y) if one_by_one else y
+
+
+def expert_load(chosen: Sequence[Int[Array, "tokens k"]], experts: int) -> Int32[Array, "layers experts"]:
+    """How many tokens each expert got, from what the `MoE` of each layer returned; counted once for all layers."""
+    number = len(chosen) * experts
+    places = [jnp.where(ids < experts, layer * experts + ids, number).reshape(-1) for layer, ids in enumerate(chosen)]
+    counts = jnp.zeros(number, jnp.int32).at[jnp.concatenate(places)].add(1, mode="drop")
+    return counts.reshape(-1, experts)
 
 
 def sqrt_softplus(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -20,6 +20,7 @@ from dsv4jax.model.engram import Engram
 from dsv4jax.model.hyper_connections import collapse, first_mix, settled_residual
 from dsv4jax.model.indexer import Selection
 from dsv4jax.model.layout import TileWindow, TokenLayout, decoder_layout, full_layout, newest_layout, tile_windows
+from dsv4jax.model.moe import expert_load
 from dsv4jax.model.norm import RMSNorm
 from dsv4jax.model.rope import Rotation, rotation
 from dsv4jax.model.vision import Aligner, Vision
@@ -96,7 +97,7 @@ class Model(nnx.Module):
         residual = settled_residual(streams, first_mix(streams.shape[0], cfg.hc_mult))
         selection: Selection | None = None
         tables, windows = self._positions(layout)
-        loads, selections, seen, features = [], [], [], []
+        chosen, selections, seen, features = [], [], [], []
         newest, newest_rows = newest_layout(layout, batch, cfg.sliding_window)
         for i, layer in enumerate(self.layers):
             if i in cfg.engram_layer_ids:
@@ -123,18 +124,18 @@ class Model(nnx.Module):
                     streams, x, newest_rows = streams[take], x.take(take), None
                     mix = jax.tree.map(lambda a, take=take: a[take], mix)
             by = tables[bool(cfg.ratio(i))]
-            residual, cache, selection, load = layer(
+            residual, cache, selection, experts = layer(
                 streams, x, mix, layout, windows, by, cache, selection, numerics, devices,
                 placement and (placement.slots[i], placement.counts[i]),
             )  # fmt: skip
-            loads.append(load)
+            chosen.append(experts)
             if i in cfg.index_source_layer_ids:
                 selections.append(selection.positions)
         hidden = self.norm(collapse(residual.settled(), residual.mix.pre))
         if features:
             rings = store_context(self.mtp, jnp.concatenate(features, -1), newest, cache.draft_windows, numerics)
             cache = cache.replace(draft_windows=rings)
-        load = total_over_ranks(devices, jnp.stack(loads))
+        load = total_over_ranks(devices, expert_load(chosen, cfg.n_routed_experts))
         return TextOutput(hidden, layout, cache, load, tuple(selections), tuple(seen))
 
     def embedding(self, tokens: Int32[Array, " tokens"], numerics: Numerics) -> Float[Array, "tokens hidden"]:
