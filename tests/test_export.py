@@ -83,14 +83,14 @@ def test_another_process_gives_the_same_bits_without_tracing(live, tmp_path):
     path, expected = live
     run_python(RUN, "load", path, tmp_path / "seen", 1)
     assert json.loads((tmp_path / "seen").read_text()) == expected
-    assert {name.partition("_")[0] for name in expected} == {"cache", "start", "masks", "prefill", "draft", "decode"}
+    assert {name.partition("_")[0] for name in expected} == {"prefill", "draft", "decode", "cache"}
 
 
 def test_over_eight_devices_as_well(tmp_path):
     for command in ("export", "load"):
         run_python(RUN, command, tmp_path / "exported", tmp_path / command, 8, devices=8)
     expected, seen = (json.loads((tmp_path / command).read_text()) for command in ("export", "load"))
-    assert seen == expected and len(seen) == 5
+    assert seen == expected and len(seen) == 2
     with pytest.raises(ExportMismatch, match="devices: exported with 8, here 1"):
         load(tmp_path / "exported", xla_flags=FLAGS, on_mismatch="recompile")
 
@@ -401,7 +401,7 @@ def test_the_command_that_exports_for_a_gpu_that_is_not_here(exported, tmp_path)
         (f"--executables={exported}", f"--model={MODEL}"): "config.num_hidden_layers: exported with 2, here 10",
         (f"--executables={exported}", "--max_tokens=60"): "exceed the context of 48 tokens",
     }
-    errors = json.loads(run_python(REFUSED, SCRIPTS, json.dumps([*refusals])))
+    errors = json.loads(run_python(REFUSED, SCRIPTS, json.dumps([*refusals])).splitlines()[-1])
     for message, error in zip(refusals.values(), errors, strict=True):
         assert message in error
 

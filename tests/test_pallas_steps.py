@@ -53,7 +53,7 @@ def test_the_steps_lower_for_hopper(step, numerics):
     text = lowered.as_text()
     kernels = text.count("custom_call @mosaic_gpu")
     # Each once for all layers that call it with the same shapes.
-    assert 10 <= kernels <= 36
+    assert 10 <= kernels <= 40
     if step.startswith("decode"):
         # Records of the caches are written by kernels, in place.
         scatters = re.findall(r"stablehlo\.scatter.*?\}\) : \((tensor<[^>]*>)", text, re.DOTALL)

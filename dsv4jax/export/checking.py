@@ -18,7 +18,9 @@ from sharding.placement import initial_owners, placement_from_owners
 def program_digests(
     programs: Programs, params: Params, expert_slots: int | None = None, draft_expert_slots: int | None = None
 ) -> dict[str, str]:
-    """SHA-256 of what every program returns, cache included, by its name; on every rank the same short request.
+    """SHA-256 of what every step returns, by its name, and of the "cache" that all programs have left in the end.
+
+    On every rank runs the same short request.
 
     Args:
       expert_slots, draft_expert_slots: as the programs were compiled for; the experts of `params` are in their first
@@ -41,12 +43,11 @@ def program_digests(
     digests: dict[str, str] = {}
 
     def note(name: str, given: Any, cache: Any, output: Any = None) -> Any:
+        # The cache is not read before the end: what the host has seen of it might keep it from being given away.
         if not all(leaf.is_deleted() for leaf in jax.tree.leaves(given)):
             raise RuntimeError(f"{name}: the cache was not donated")
-        digest = hashlib.sha256()
-        for leaf in jax.tree.leaves((cache, output)):
-            digest.update(np.asarray(leaf).tobytes())
-        digests[name] = digest.hexdigest()
+        if output is not None:
+            digests[name] = _digest(output)
         return cache
 
     def requests(bucket: Bucket) -> list[Any]:
@@ -75,7 +76,14 @@ def program_digests(
         options = {name: placements[name] for name in placement_names(bucket) if name in placements}
         new, output = programs.step(bucket)(params, cache, batch, **options)
         cache = note(program_name(bucket), cache, new, output)
-    return digests
+    return {**digests, "cache": _digest(cache)}
+
+
+def _digest(arrays: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(arrays):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
 
 
 def compare_programs(
