@@ -85,7 +85,7 @@ class Results:
             if sequence.request.prompt_logprobs >= 0 and sequence.first_token is None:
                 sequence.prompt_logprobs.append(result.prompt_logprobs[place])
             rank.publish(sequence, end, self._hasher)
-            if drafts:
+            if drafts and slots.masked[row]:
                 slots.keep_drafts(np.array([row]), result.first_drafts[drafted - 1 : drafted])
             if counts:
                 first = sequence.first_token is None
@@ -118,9 +118,11 @@ class Results:
         if drafted:
             got = got.where(got.counts > 0)  # the others were at their end or in a pause
             self._counter.count(got.verified, got.counts - 1)
-            slots.keep_drafts(got.rows, _joined(parts, "next_drafts")[got.places])
-        elif self._cfg.drafts:
-            slots.draft_counts[got.rows] = 0
+        masked = slots.masked[got.rows]
+        if masked.any():
+            places = got.places[masked]
+            drafts = _joined(parts, "next_drafts")[places] if drafted else np.zeros((len(places), 0), np.int32)
+            slots.keep_drafts(got.rows[masked], drafts)
         lengths = slots.lengths[got.rows]
         self._take(got, now, update)
         if not self._cfg.deterministic:

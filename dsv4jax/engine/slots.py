@@ -43,7 +43,7 @@ class Slots:
     draft_counts: Int32[np.ndarray, " slots"]
     """How many of `drafts` there are."""
     drafts: Int32[np.ndarray, "slots drafts"]
-    """Those that the newest step read has left behind the newest token."""
+    """Those that the newest step read has left behind the newest token; kept for choices with a mask."""
     pause_tokens: Int32[np.ndarray, "slots pauses"]
     """Tokens behind which the mask of the steps in flight may no longer hold; -1 for none."""
     last_times: Float64[np.ndarray, " slots"]
