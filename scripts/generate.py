@@ -101,9 +101,10 @@ class _Screen:
     def __init__(self, titles: list[str]):
         self._titles, self._waiting, self._done = titles, [""] * len(titles), [False] * len(titles)
         self._live = -1
-        self._advance()
 
     def write(self, index: int, text: str, done: bool = False) -> None:
+        if self._live < 0:
+            self._advance()
         self._done[index] = done
         if index == self._live:
             print(text, end="", flush=True)

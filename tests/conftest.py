@@ -58,15 +58,18 @@ def released_tokenizer(released_json):
     return Tokenizer(released_json)
 
 
+_DEFAULT_TOKENIZER = Path(__file__).parent.parent / "dsv4jax/default_model/tokenizer.json"
+
+
 @pytest.fixture(scope="session")
 def default_tokenizer_json() -> str:
     """The `tokenizer.json` of the embedded default model."""
-    return (Path(__file__).parent.parent / "dsv4jax/default_model/tokenizer.json").read_text(encoding="utf-8")
+    return _DEFAULT_TOKENIZER.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
-def default_tokenizer(default_tokenizer_json):
+def default_tokenizer():
     """The tokenizer of the embedded default model."""
     from dsv4jax.tokenizer import Tokenizer
 
-    return Tokenizer(default_tokenizer_json)
+    return Tokenizer.from_file(_DEFAULT_TOKENIZER)

@@ -182,7 +182,7 @@ def test_kernels_of_a_gpu_trace_are_told_apart_by_run_stream_and_module():
 def test_devices_that_run_a_step_at_the_same_time_are_told_apart():
     one, two = (kernels_by_run(gpu_events(gpus), "jit_decode_step") for gpus in (1, 2))
     assert two[:2] == one and [[k.start for k in run] for run in two[2:]] == [[k.start + 1 for k in run] for run in one]
-    assert profile(two, operation_scopes(HLO)) == profile(one, operation_scopes(HLO))
+    assert profile(two, operation_paths(HLO)) == profile(one, operation_paths(HLO))
 
 
 def test_a_trace_without_the_module_or_without_a_file_is_refused(tmp_path):

@@ -206,8 +206,8 @@ def _build_into_experts_and_engram(patch: pytest.MonkeyPatch, m: Switches) -> No
         low = jnp.where(m["gate_clamped_below"], -m["swiglu_limit"], -jnp.inf)
         return swiglu(jnp.maximum(gate, low), up, m["swiglu_limit"])
 
-    def route(self, x, image_mask, k, scale, routing):
-        experts, weights = router(self, x, image_mask, k, scale, routing)
+    def route(self, x, image_mask, k, scale, routing, implementation):
+        experts, weights = router(self, x, image_mask, k, scale, routing, implementation)
         scores = moe.sqrt_softplus(moe.linear_fp32(x, self.weight[...])) + self.bias[...]
         biased = jnp.take_along_axis(scores, experts, -1)
         biased = biased / (jnp.sum(biased, -1, keepdims=True) + 1e-20) * scale

@@ -586,7 +586,7 @@ def test_an_idle_server_ends_at_once_on_sigterm():
     with Process() as server, httpx.Client() as client:
         assert client.get(server.url + "/health").status_code == 200  # and keeps its connection
         server.terminate()
-        assert server.exit_code(3) == 0
+        assert server.exit_code(8) == 0
 
 
 def test_running_streams_finish_and_new_requests_are_refused_after_sigterm():
