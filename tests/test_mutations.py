@@ -124,7 +124,8 @@ def _build_into_attention(patch: pytest.MonkeyPatch, m: Switches) -> None:
     for module in (attention, indexer, linear, sparse_attention):
         patch.setattr(module, "rotate", rotate)
     patch.setattr(attention.Attention, "store_entries", late_entries)
-    patch.setattr(RecordFormat, "store", store)
+    for name in ("store", "rounded"):
+        patch.setattr(RecordFormat, name, store)
 
 
 def rotate_half_split(x: jax.Array, by: Rotation) -> jax.Array:
