@@ -148,7 +148,7 @@ class MoE(nnx.Module):
         return sum_of_experts(y) if one_by_one else y
 
 
-def expert_load(chosen: Sequence[Int[Array, "tokens k"]], experts: int) -> Int32[Array, "layers experts"]:
+def expert_load(chosen: Sequence[Int[Array, "_ k"]], experts: int) -> Int32[Array, "layers experts"]:
     """How many tokens each expert got, from what the `MoE` of each layer returned; counted once for all layers."""
     number = len(chosen) * experts
     places = [jnp.where(ids < experts, layer * experts + ids, number).reshape(-1) for layer, ids in enumerate(chosen)]
