@@ -221,6 +221,27 @@ def silence(channel):
         connection._lock.acquire()
 
 
+def test_who_comes_upon_a_failure_waits_until_it_was_told():
+    """Else an exception of this thread could end the process before `on_failure` does."""
+    with connected(2) as (leader, *_):
+        order, begun = [], threading.Event()
+
+        def slow(failure):
+            begun.set()
+            time.sleep(0.3)
+            order.append("told")
+
+        leader._on_failure = slow
+        thread = threading.Thread(target=leader.fail, args=("first",))
+        thread.start()
+        assert begun.wait(5)
+        with pytest.raises(ChannelFailure, match="process 0: first"):
+            leader.broadcast(Kind.WAIT)
+        order.append("raised")
+        thread.join(5)
+        assert order == ["told", "raised"]
+
+
 def test_silence_is_noticed():
     with connected(2) as (leader, (follower,), failures):
         silence(follower)

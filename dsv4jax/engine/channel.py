@@ -134,6 +134,11 @@ class _Channel:
         self._close_connections()
 
     def _ending(self) -> ChannelFailure:
+        """Why nothing is sent any more, once `on_failure` and the other processes have been told: the process may end
+        with that, and not with the exception of a thread that comes upon it meanwhile."""
+        with self._news:
+            while not self._closed:
+                self._news.wait()
         return self.failure or ChannelFailure(f"process {self.config.process}: the channel is closed")
 
     def _send(self, connection: Connection, kind: Kind, body: bytes = b"") -> None:
