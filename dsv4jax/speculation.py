@@ -26,7 +26,8 @@ from dsv4jax.batch import NEXT_TOKEN, SpeculativeBatch, StepBatch
 from dsv4jax.cache import Cache, DraftState
 from dsv4jax.config import ModelConfig
 from dsv4jax.draft_counts import choose_draft_counts
-from dsv4jax.model.draft import block_hidden, block_layout
+from dsv4jax.model.draft import block_hidden
+from dsv4jax.model.layout import block_layout
 from dsv4jax.model.transformer import Model, merge
 from dsv4jax.numerics import REFERENCE, Numerics
 from dsv4jax.sampling import commit_tokens, keep_next_tokens, record_tokens

@@ -14,9 +14,9 @@ from dsv4jax.batch import DecodeBucket, PrefillBucket, PrefillChunk, prefill_bat
 from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.linear import Activations
-from dsv4jax.model.draft import block_layout, block_windows, store_context
+from dsv4jax.model.draft import block_windows, store_context
 from dsv4jax.model.hyper_connections import Residual, collapse, first_mix, settled_residual
-from dsv4jax.model.layout import TileWindow, TokenLayout, full_layout
+from dsv4jax.model.layout import TileWindow, TokenLayout, block_layout, full_layout
 from dsv4jax.model.rope import Rotation, rotation
 from dsv4jax.model.transformer import Model, merge
 from dsv4jax.numerics import Numerics

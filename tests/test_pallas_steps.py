@@ -21,7 +21,8 @@ from dsv4jax.batch import (
 from dsv4jax.benchmark.steps import decode_case
 from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.checkpoint.reduced_config import reduced_config
-from dsv4jax.model.draft import block_layout, store_context
+from dsv4jax.model.draft import store_context
+from dsv4jax.model.layout import block_layout
 from dsv4jax.model.transformer import merge
 from dsv4jax.numerics import FAST, REFERENCE
 from dsv4jax.packing import param_shapes

@@ -14,7 +14,7 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.jax_executor import JaxExecutor
 from dsv4jax.engine.programs import Programs, make_buckets
-from dsv4jax.engine.records import RequestRecord, StepRecord
+from dsv4jax.engine.records import Observer, StepRecord
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
@@ -31,16 +31,13 @@ _OTHER_STEPS = 16  # before and after those that are timed, with some to spare
 
 
 @dataclasses.dataclass
-class _Steps:
+class _Steps(Observer):
     """Keeps the records of steps."""
 
     records: list[StepRecord] = dataclasses.field(default_factory=list)
 
     def step(self, record: StepRecord) -> None:
         self.records.append(record)
-
-    def request(self, record: RequestRecord) -> None:
-        pass
 
     def rejected(self, reason: str) -> None:
         raise AssertionError(f"the benchmark does not expect rejections: {reason}")

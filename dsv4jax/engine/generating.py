@@ -10,14 +10,14 @@ from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.engine_shape import EngineShape, scheduler_config
 from dsv4jax.engine.jax_executor import JaxExecutor
 from dsv4jax.engine.programs import Programs
-from dsv4jax.engine.records import RequestRecord, StepRecord
+from dsv4jax.engine.records import Observer, StepRecord
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.params import Params
 from dsv4jax.sampling_settings import RequestSampling
 
 
-class EngineGenerator:
+class EngineGenerator(Observer):
     """Generates continuations of all prompts, as `generate.Generator` does, in the buckets that programs have.
 
     Attributes:
@@ -76,9 +76,3 @@ class EngineGenerator:
         self.steps += 1
         self.prompt_tokens += record.computed_tokens
         self.seconds += record.device_seconds
-
-    def request(self, record: RequestRecord) -> None:
-        """The engine reports a request that has ended."""
-
-    def rejected(self, reason: str) -> None:
-        """No request is turned away: none waits but these."""

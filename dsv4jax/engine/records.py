@@ -124,7 +124,10 @@ class EngineStats:
 
 
 class Observer(Protocol):
-    """Told by the engine's thread about everything that ends; must be quick and must not raise."""
+    """Told by the engine's thread about everything that ends; must be quick and must not raise.
+
+    A class that derives from it need not take what it does not want.
+    """
 
     def step(self, record: StepRecord) -> None: ...
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from dsv4jax.cache import WINDOW_KEY
 from dsv4jax.config import ModelConfig
@@ -126,32 +126,6 @@ def store_context(
         return ring.at[at].set(stage.context_key(context, by, numerics), mode="drop")
 
     return tuple(written(stage, ring) for stage, ring in zip(stages, rings, strict=True))
-
-
-def block_layout(
-    slots: Int32[Array, " requests"],
-    positions: Int32[Array, " requests"],
-    valid: Bool[Array, " requests"],
-    block: int,
-    num_slots: int,
-) -> TokenLayout:
-    """One block of tokens per request, from `positions` on."""
-    requests = slots.shape[0]
-    zeros = jnp.zeros_like(positions)
-    return TokenLayout(
-        positions=(positions[:, None] + jnp.arange(block, dtype=jnp.int32)).reshape(-1),
-        valid=jnp.repeat(valid, block),
-        image_mask=jnp.zeros(requests * block, bool),
-        tile_requests=jnp.arange(requests, dtype=jnp.int32),
-        slots=slots,
-        starts=positions,
-        ends=positions + block,
-        floors=zeros,
-        write_starts=zeros,
-        page_table=jnp.zeros((requests, 0), jnp.int32),
-        num_slots=num_slots,
-        tile=block,
-    )
 
 
 def block_windows(layout: TokenLayout, window: int) -> TileWindow:

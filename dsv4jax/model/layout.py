@@ -75,6 +75,32 @@ def full_layout(batch: StepBatch, decode: bool = False) -> TokenLayout:
     )
 
 
+def block_layout(
+    slots: Int32[Array, " requests"],
+    positions: Int32[Array, " requests"],
+    valid: Bool[Array, " requests"],
+    block: int,
+    num_slots: int,
+) -> TokenLayout:
+    """One block of tokens per request, from `positions` on; without pages, for what has no compressed entries."""
+    requests = slots.shape[0]
+    zeros = jnp.zeros_like(positions)
+    return TokenLayout(
+        positions=(positions[:, None] + jnp.arange(block, dtype=jnp.int32)).reshape(-1),
+        valid=jnp.repeat(valid, block),
+        image_mask=jnp.zeros(requests * block, bool),
+        tile_requests=jnp.arange(requests, dtype=jnp.int32),
+        slots=slots,
+        starts=positions,
+        ends=positions + block,
+        floors=zeros,
+        write_starts=zeros,
+        page_table=jnp.zeros((requests, 0), jnp.int32),
+        num_slots=num_slots,
+        tile=block,
+    )
+
+
 def decoder_layout(
     full: TokenLayout, batch: StepBatch, window: int
 ) -> tuple[TokenLayout, Int32[Array, " tail"] | None]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from dsv4jax.draft_statistics import DraftStatistics, step_statistics, zero_stat
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.jax_executor import JaxExecutor
 from dsv4jax.engine.programs import Programs, make_buckets
+from dsv4jax.engine.records import Observer
 from dsv4jax.engine.replay import Replay, ReplayRule
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
@@ -79,12 +79,8 @@ class Answers:
     """Mean tokens per verification; None without drafts."""
 
 
-class _Silent:
-    def step(self, record: Any) -> None: ...
-
-    def request(self, record: Any) -> None: ...
-
-    def rejected(self, reason: str) -> None: ...
+class _Silent(Observer):
+    """Takes nothing."""
 
 
 class Examiner:

@@ -23,7 +23,7 @@ from dsv4jax.linear import Activations
 from dsv4jax.model.attention import Attention
 from dsv4jax.model.hyper_connections import Residual, collapse, first_mix, settled_residual
 from dsv4jax.model.indexer import Indexer, index_scores, visible_entries
-from dsv4jax.model.layout import TokenLayout
+from dsv4jax.model.layout import TokenLayout, block_layout
 from dsv4jax.model.moe import MoE
 from dsv4jax.model.rope import Rotation, rotate, rotation
 from dsv4jax.model.transformer import Layer, Model
@@ -65,26 +65,6 @@ class _Source:
     """Logarithm of the softmax of the index scores, at every `INDEX_STRIDE`-th query."""
 
 
-def sequence_layout(batch: int, length: int) -> TokenLayout:
-    """Whole sequences without padding."""
-    zeros = jnp.zeros(batch, jnp.int32)
-    rows = jnp.arange(batch, dtype=jnp.int32)
-    return TokenLayout(
-        positions=jnp.tile(jnp.arange(length, dtype=jnp.int32), batch),
-        valid=jnp.ones(batch * length, bool),
-        image_mask=jnp.zeros(batch * length, bool),
-        tile_requests=rows,
-        slots=rows,
-        starts=zeros,
-        ends=zeros + length,
-        floors=zeros,
-        write_starts=zeros,
-        page_table=jnp.zeros((batch, 0), jnp.int32),
-        num_slots=batch,
-        tile=length,
-    )
-
-
 def training_forward(
     model: Model, tokens: Int32[Array, "batch sequence"], *, numerics: Numerics, select: bool, offset: Int[Array, ""]
 ) -> TrainingOutput:
@@ -99,7 +79,8 @@ def training_forward(
     cfg, (batch, length) = model.cfg, tokens.shape
     if length % cfg.sliding_window or length % INDEX_STRIDE:
         raise ValueError(f"sequence = {length}: must be a multiple of {cfg.sliding_window} and of {INDEX_STRIDE}")
-    layout = sequence_layout(batch, length)
+    sequences = jnp.arange(batch, dtype=jnp.int32)
+    layout = block_layout(sequences, jnp.zeros_like(sequences), jnp.ones(batch, bool), length, batch)
     by = tuple(rotation(cfg, layout.positions, compressed) for compressed in (False, True))
     rows = engram_rows(cfg, model.engram_token_map[...], tokens)
     streams = jnp.repeat(model.embedding(tokens.reshape(-1), numerics)[:, None], cfg.hc_mult, 1)
