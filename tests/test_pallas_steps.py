@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hopper import decided_by_the_host, hopper_mesh, on_hopper
 
@@ -21,12 +22,9 @@ from dsv4jax.batch import (
 from dsv4jax.benchmark.steps import decode_case
 from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.checkpoint.reduced_config import reduced_config
-from dsv4jax.model.draft import store_context
-from dsv4jax.model.layout import block_layout
-from dsv4jax.model.transformer import merge
 from dsv4jax.numerics import FAST, REFERENCE
 from dsv4jax.packing import param_shapes
-from dsv4jax.speculation import draft_step
+from dsv4jax.speculation import draft_step, speculative_step
 from dsv4jax.steps import decode_step, prefill_step
 from sharding import Layout, expert_parallel
 
@@ -78,24 +76,19 @@ def test_a_step_over_two_devices_lowers_for_hopper():
     assert "all_gather" in text and "reduce_scatter" in text
 
 
-def test_the_draft_stages_lower_for_hopper():
-    """A draft round, and the context keys of a decode step."""
+def test_the_steps_with_drafts_lower_for_hopper():
+    """A draft round, and a step that verifies drafts, keeps context keys and drafts anew."""
     numerics = dataclasses.replace(REFERENCE, implementation="pallas")
     cache_cfg = dataclasses.replace(CACHE, drafts="own")
     cache = jax.eval_shape(lambda: init_cache(CFG, cache_cfg, numerics))
     batch = speculative_batch(CFG, cache_cfg, [], DecodeBucket(16, 1, 6))
-    features = jax.ShapeDtypeStruct((16 * 6, 3 * CFG.hidden_size), jnp.bfloat16)
-
-    @jax.jit
-    def context(params, features, rings):
-        slots = jnp.arange(16, dtype=jnp.int32)
-        layout = block_layout(slots, slots, slots >= 0, 6, 16)
-        return store_context(merge(CFG, params).mtp, features, layout, rings, numerics)
-
     with on_hopper():
         params = param_shapes(CFG, numerics)
+        arguments = {"cfg": CFG, "numerics": numerics}
         for traced in (
-            draft_step.trace(params, cache, batch, cfg=CFG, numerics=numerics),
-            context.trace(params, features, cache.draft_windows),
+            draft_step.trace(params, cache, batch, **arguments),
+            speculative_step.trace(params, cache, batch, **arguments, step_seconds=np.ones(97, np.float32)),
         ):
-            assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+            lowered = traced.lower(lowering_platforms=("cuda",))
+            assert not decided_by_the_host(lowered)
+            assert "mosaic_gpu" in lowered.as_text()
