@@ -10,7 +10,7 @@ import pytest
 from channels import TOKEN, Failures, channel_config, connected, free_port
 
 from dsv4jax.engine.channel import ChannelFailure, FollowerChannel, LeaderChannel
-from dsv4jax.engine.connection import Kind
+from dsv4jax.engine.connection import Connection, Kind
 from dsv4jax.engine.handshake import HandshakeError, Mismatch
 
 
@@ -197,6 +197,28 @@ def test_a_process_that_says_why_it_ends_is_quoted_everywhere():
             leader.wait_for_all(Kind.READY)
         with pytest.raises(ChannelFailure, match="not enough memory"):
             followers[1].receive()
+
+
+@pytest.mark.parametrize("sender", ["leader", "follower"])
+def test_what_the_other_said_before_it_closed_is_told_by_a_thread_that_sends(sender, monkeypatch):
+    read = Connection.read
+
+    def read_late(connection):
+        frame = read(connection)
+        if frame[0] is Kind.END:
+            time.sleep(0.3)  # meanwhile sending finds the connection closed
+        return frame
+
+    monkeypatch.setattr(Connection, "read", read_late)
+    with connected() as (leader, (follower,), failures):
+        ends = (leader, follower) if sender == "leader" else (follower, leader)
+        ends[1].close("out of memory")
+        send = leader.broadcast if sender == "leader" else follower.send
+        with pytest.raises(ChannelFailure, match="out of memory"):
+            while True:
+                send(Kind.WAIT if sender == "leader" else Kind.RESET_DONE)
+                time.sleep(0.001)
+        assert "out of memory" in failures[ends[0].config.process].wait()
 
 
 def test_a_closed_connection_is_noticed_at_once_by_whoever_waits():
