@@ -25,11 +25,11 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from dsv4jax.benchmark.drafts import DraftCase, mean_length
-from dsv4jax.benchmark.host_gap import host_gap
-from dsv4jax.benchmark.random_state import random_params
-from dsv4jax.benchmark.report import Report, reliability, text_table
-from dsv4jax.benchmark.steps import PAGE, compile_apart, use_compilation_cache
+from dsv4jax.bench.drafts import DraftCase, mean_length
+from dsv4jax.bench.host_gap import host_gap
+from dsv4jax.bench.random_state import random_params
+from dsv4jax.bench.report import Report, reliability, text_table
+from dsv4jax.bench.steps import PAGE, compile_apart, use_compilation_cache
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig
 from dsv4jax.implementation import with_implementation

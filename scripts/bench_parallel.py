@@ -21,11 +21,11 @@ import numpy as np
 from absl import app, flags
 
 from dsv4jax.balance.metrics import uniform_balancedness
-from dsv4jax.benchmark.exchange import ExchangeCase, Links, measure_links
-from dsv4jax.benchmark.host_gap import host_gap
-from dsv4jax.benchmark.random_state import random_cache, random_params
-from dsv4jax.benchmark.report import Report, text_table
-from dsv4jax.benchmark.steps import (
+from dsv4jax.bench.exchange import ExchangeCase, Links, measure_links
+from dsv4jax.bench.host_gap import host_gap
+from dsv4jax.bench.random_state import random_cache, random_params
+from dsv4jax.bench.report import Report, text_table
+from dsv4jax.bench.steps import (
     PAGE,
     StepCase,
     compile_apart,

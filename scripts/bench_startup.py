@@ -28,7 +28,7 @@ from absl import app, flags, logging
 from engine_flags import RANKS, check_sizes, make_shape
 from executables import use_virtual_devices
 
-from dsv4jax.benchmark.random_state import random_params
+from dsv4jax.bench.random_state import random_params
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.engine_params import load_engine_params

@@ -33,11 +33,11 @@ from dsv4jax.batch import (
     prefill_batch,
     with_engram_rows,
 )
-from dsv4jax.benchmark.costs import step_costs
-from dsv4jax.benchmark.random_state import RandomHostTables, random_cache, random_params
-from dsv4jax.benchmark.replacement import without_own_topk
-from dsv4jax.benchmark.report import picture, stage_lines, table
-from dsv4jax.benchmark.steps import (
+from dsv4jax.bench.costs import step_costs
+from dsv4jax.bench.random_state import RandomHostTables, random_cache, random_params
+from dsv4jax.bench.replacement import without_own_topk
+from dsv4jax.bench.report import picture, stage_lines, table
+from dsv4jax.bench.steps import (
     GREEDY,
     PAGE,
     StepCase,

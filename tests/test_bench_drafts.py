@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from bench_scripts import run_script, small_config
 
-from dsv4jax.benchmark.report import Report, reliability, text_table
+from dsv4jax.bench.report import Report, reliability, text_table
 from dsv4jax.checkpoint.random import random_params
 from dsv4jax.draft_statistics import step_statistics
 

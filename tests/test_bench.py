@@ -17,11 +17,11 @@ from absl import flags
 from absl.testing import flagsaver
 from golden import small_model
 
-from dsv4jax.benchmark.costs import Cost, StepShape, step_costs
-from dsv4jax.benchmark.random_state import RandomHostTables, random_cache, random_params
-from dsv4jax.benchmark.report import picture, stage_lines, table
-from dsv4jax.benchmark.steps import PAGE, compare_programs, decode_case, prefill_case, prefill_chunks
-from dsv4jax.benchmark.trace import (
+from dsv4jax.bench.costs import Cost, StepShape, step_costs
+from dsv4jax.bench.random_state import RandomHostTables, random_cache, random_params
+from dsv4jax.bench.report import picture, stage_lines, table
+from dsv4jax.bench.steps import PAGE, compare_programs, decode_case, prefill_case, prefill_chunks
+from dsv4jax.bench.trace import (
     OTHER,
     STAGES,
     Kernel,

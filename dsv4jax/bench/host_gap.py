@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dsv4jax.batch import DecodeTokens, SpeculativeRequest, concatenate_batches
-from dsv4jax.benchmark.steps import PAGE, time_step
+from dsv4jax.bench.steps import PAGE, time_step
 from dsv4jax.cache import CacheConfig
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.engine import Engine

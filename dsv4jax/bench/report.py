@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dsv4jax.benchmark.costs import Cost
-from dsv4jax.benchmark.trace import OTHER, STAGES, Profile
+from dsv4jax.bench.costs import Cost
+from dsv4jax.bench.trace import OTHER, STAGES, Profile
 from dsv4jax.draft_statistics import BINS, DraftStatistics
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array
 
 from dsv4jax.balance.metrics import uniform_picks
-from dsv4jax.benchmark.steps import seconds_per_call
+from dsv4jax.bench.steps import seconds_per_call
 from dsv4jax.config import ModelConfig
 from dsv4jax.step_flags import STEP_OPTIONS
 from sharding import Layout

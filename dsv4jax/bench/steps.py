@@ -24,8 +24,8 @@ from dsv4jax.batch import (
     decode_batch,
     prefill_batch,
 )
-from dsv4jax.benchmark.costs import StepShape
-from dsv4jax.benchmark.trace import Profile, operation_paths, profile, read_trace
+from dsv4jax.bench.costs import StepShape
+from dsv4jax.bench.trace import Profile, operation_paths, profile, read_trace
 from dsv4jax.cache import Cache, CacheConfig, init_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics

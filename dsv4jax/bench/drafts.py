@@ -16,8 +16,8 @@ from dsv4jax.batch import (
     decode_batch,
     speculative_batch,
 )
-from dsv4jax.benchmark.random_state import random_cache
-from dsv4jax.benchmark.steps import PAGE, cache_shapes, time_step
+from dsv4jax.bench.random_state import random_cache
+from dsv4jax.bench.steps import PAGE, cache_shapes, time_step
 from dsv4jax.cache import Cache, CacheConfig, DraftNoise
 from dsv4jax.config import ModelConfig
 from dsv4jax.draft_counts import StepCosts
