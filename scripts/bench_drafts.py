@@ -196,18 +196,29 @@ def empty_result(given: dict[str, Any]) -> Result:
     )  # fmt: skip
 
 
-def run(result: Result, cfg: ModelConfig, numerics: Numerics, layout: Layout) -> None:
-    """Compiles everything, then measures one number of requests after the other."""
+def sizes(cfg: ModelConfig) -> tuple[tuple[int, ...], list[np.ndarray], list[int]]:
+    """Fixed numbers of drafts, laws of acceptance and numbers of requests that the flags ask for."""
     fixed = tuple(int(k) for k in numbers("fixed", _FIXED.value, 1, cfg.dspark_block_size))
     laws = [np.float32(numbers("acceptance", text.split(","), 0, 1)) for text in _ACCEPTANCE.value]
     if any(len(law) < max(fixed) for law in laws):
         raise app.UsageError(f"--acceptance={_ACCEPTANCE.value}: every law must be for {max(fixed)} drafts")
-    laws = [law[: max(fixed)] for law in laws]
+    requests = [int(n) for n in numbers("requests", _REQUESTS.value, 1, 4096)]
+    return fixed, [law[: max(fixed)] for law in laws], requests
+
+
+def run(
+    result: Result,
+    cfg: ModelConfig,
+    numerics: Numerics,
+    layout: Layout,
+    fixed: tuple[int, ...],
+    laws: list[np.ndarray],
+    requests_of_the_rank: list[int],
+) -> None:
+    """Compiles everything, then measures one number of requests after the other."""
     cases = [
-        DraftCase(
-            cfg, numerics, layout, int(n), _CONTEXT.value, fixed, _NOISE.value, _TEMPERATURE.value, _REPEATS.value
-        )
-        for n in numbers("requests", _REQUESTS.value, 1, 4096)
+        DraftCase(cfg, numerics, layout, n, _CONTEXT.value, fixed, _NOISE.value, _TEMPERATURE.value, _REPEATS.value)
+        for n in requests_of_the_rank
     ]
     begin = time.perf_counter()
     params = jax.block_until_ready(random_params(cfg, numerics, layout))
@@ -238,6 +249,7 @@ def main(argv: list[str]) -> None:
         cfg = ModelConfig.from_checkpoint(_MODEL.value)
     else:
         cfg = reduced_config(_LAYERS.value, engram_vocab_size=_ENGRAM.value)
+    asked = sizes(cfg)
     numerics, why = with_implementation(FAST, _IMPLEMENTATION.value, cfg, PAGE)
     given = conditions(
         model=_MODEL.value or f"released widths, {cfg.num_hidden_layers} layers",
@@ -254,7 +266,7 @@ def main(argv: list[str]) -> None:
     )
     print(f"{numerics.implementation}{f' ({why})' if why else ''}, one rank of {_RANKS.value}", flush=True)
     with reported(_REPORT.value, empty_result(given)) as result:
-        run(result, cfg, numerics, emulated_rank(_RANKS.value))
+        run(result, cfg, numerics, emulated_rank(_RANKS.value), *asked)
         for section in ("steps", "acceptance", "reliability", "engine"):
             if section in result.rows:
                 print(f"\n{section}\n{text_table(result.rows[section])}")

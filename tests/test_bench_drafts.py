@@ -67,9 +67,10 @@ def test_the_script_times_plain_fixed_and_adaptive_steps_and_judges_them(script,
         ("--requests=none", "--requests=none: must be numbers from 1 to 4096"),
     ],
 )
-def test_the_script_refuses_by_name_what_it_cannot_run(script, argument, message):
+def test_the_script_refuses_by_name_what_it_cannot_run_before_it_writes_a_file(script, tmp_path, argument, message):
     with pytest.raises(Exception, match=re.escape(message)):
         script("--fixed=2", argument)
+    assert not (tmp_path / "speculation.json").exists()
 
 
 def test_acceptance_is_told_by_place_and_given_the_drafts_before():
