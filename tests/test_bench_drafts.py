@@ -6,7 +6,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bench_scripts import run_script, small_config
+from bench_scripts import load_script, run_script, small_config
 
 from dsv4jax.bench.drafts import acceptance, reliability
 from dsv4jax.bench.result import Result, load
@@ -95,3 +95,44 @@ def test_a_reliability_table_shows_what_was_predicted_and_what_came_of_it():
         ("0.8 to 0.9", 2, 0.5),
     ]
     np.testing.assert_allclose([row["predicted"] for row in table], [0.4, 0.8], rtol=1e-5)
+
+
+def test_acceptance_by_task_is_reported_and_a_task_that_fails_does_not_end_the_others(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"task": "a", "prompt": "1 + 1"}, {"task": "b", "prompt": "x"}, {"task": "a", "prompt": "2 + 2"}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+    def half_of_the_drafts_stand(params, cfg, prompts, max_tokens, eos_id):
+        if len(prompts) == 1:
+            raise RuntimeError("out of memory")
+        assert all(prompt[0] == 0 and len(prompt) > 1 for prompt in prompts) and max_tokens == 8
+        counts, valid = jnp.full(2, 2), jnp.ones(2, bool)
+        return step_statistics(jnp.zeros((2, 4)), counts, jnp.int32([2, 0]), valid), None
+
+    run_script(
+        "bench_acceptance", f"--prompts={path}", "--max_tokens=8", f"--report={tmp_path}",
+        load_params=lambda *_: None, drafts_and_routing=half_of_the_drafts_stand,
+    )  # fmt: skip
+    result = load(tmp_path / "acceptance.json")
+    a, b = result.rows["tasks"]
+    assert (a["prompts"], a["verifications"], a["acceptance_length"], a["accepted"]) == (2, 2, 2.0, 0.5)
+    # Survivals 0.5 and 0.25 are predicted, and half of both stand.
+    assert a["calibration_error"] == pytest.approx(0.25 / 2)
+    assert b == {"task": "b", "error": "RuntimeError: out of memory"}
+    assert [row["accepted"] for row in result.rows["acceptance"]] == [0.5, 0.5]
+    assert [(row["predicted"], row["accepted"]) for row in result.rows["reliability"]] == [(0.25, 0.5), (0.5, 0.5)]
+    assert result.verdicts == ["a: 2.00 tokens of a verification; confidences are off by 0.12 on average"]
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", "[]", '{"task": "a"}', '{"task": "a", "prompt": ""}', '{"task": 1, "prompt": "x"}']
+)
+def test_prompts_of_another_form_are_refused_by_line(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"task": "a", "prompt": "x"}\n' + line + "\n")
+    script, _ = load_script("bench_acceptance")
+    with pytest.raises(ValueError, match=r"prompts.jsonl: line 2: must be an object with the texts task and prompt"):
+        script.read_prompts(str(path))
+    path.write_text("")
+    with pytest.raises(ValueError, match="must have at least one line"):
+        script.read_prompts(str(path))

@@ -23,6 +23,7 @@ EXPERIMENTS = {
     "admission": "What it costs the host to admit requests, and what running ones notice of it",
     "agents": "Sessions of many turns with shared prefixes",
     "speculation": "Drafting and verifying, beside plain decoding",
+    "acceptance": "How many drafts stand, by position and task, and how well confidences predict it",
     "slow_rank": "What one rank with a slow host costs all others",
     "plan": "Layouts and batches that meet targets, by a model of cost",
 }
