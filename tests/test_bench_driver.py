@@ -56,12 +56,11 @@ class Sessions:
     def after(self, turn, output, finished):
         self.outputs.append((turn, output, finished))
         if turn.turn + 1 == self.turns:
-            return None
+            return []
         prompt = np.concatenate([turn.prompt, output, np.full(10, 5, np.int32)])
         expected = len(turn.prompt) + len(output)
-        return dataclasses.replace(
-            turn, turn=turn.turn + 1, arrives=finished + 1.0, prompt=prompt, expected_cached_tokens=expected
-        )
+        following = dict(turn=turn.turn + 1, arrives=finished + 1.0, prompt=prompt, expected_cached_tokens=expected)
+        return [dataclasses.replace(turn, **following)]
 
 
 def test_an_open_loop_on_the_virtual_clock():
@@ -147,7 +146,7 @@ def test_refused_turns_are_failed_requests_and_wrong_workloads_are_errors():
 
     class Early(OpenLoop):
         def after(self, turn, output, finished):
-            return dataclasses.replace(turn, arrives=0.0)
+            return [dataclasses.replace(turn, arrives=0.0)]
 
     engine, executor = make()
     with pytest.raises(ValueError, match=r"arrives = 0.0: must not be before"):

@@ -10,6 +10,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as ListOf
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -57,8 +58,13 @@ class Workload(Protocol):
     def first(self) -> Iterable[Turn]:
         """Turns that wait for no other, ascending by arrival; taken as the run gets to them."""
 
-    def after(self, turn: Turn, output: Int32[np.ndarray, " tokens"], finished: float) -> Turn | None:
-        """What follows a turn that ended at `finished` with these tokens, none if it failed; None for nothing."""
+    def after(self, turn: Turn, output: Int32[np.ndarray, " tokens"], finished: float) -> ListOf[Turn]:
+        """What follows a turn, in its session or others; called for each turn, with the same object, when it has ended.
+
+        Args:
+          output: none if it failed.
+          finished: when it ended, in seconds since the run began; nothing may arrive before.
+        """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,8 +76,8 @@ class OpenLoop:
     def first(self) -> Iterable[Turn]:
         return self.turns
 
-    def after(self, turn: Turn, output: Int32[np.ndarray, " tokens"], finished: float) -> None:
-        return None
+    def after(self, turn: Turn, output: Int32[np.ndarray, " tokens"], finished: float) -> ListOf[Turn]:
+        return ()
 
 
 @runtime_checkable
@@ -293,12 +299,12 @@ class _Driver:
                 self._follow(opened.turn, np.array([] if failed else sequence.generated, np.int32), now)
 
     def _follow(self, turn: Turn, output: np.ndarray, now: float) -> None:
-        following = self._workload.after(turn, output, now)
-        if following is None:
-            return
-        if following.arrives < now:
-            raise ValueError(f"arrives = {following.arrives}: must not be before {now}, where the turn before it ended")
-        heapq.heappush(self._waiting, (following.arrives, next(self._numbers), following))
+        for following in self._workload.after(turn, output, now):
+            if following.arrives < now:
+                raise ValueError(
+                    f"arrives = {following.arrives}: must not be before {now}, where the turn before ended"
+                )
+            heapq.heappush(self._waiting, (following.arrives, next(self._numbers), following))
 
     def _measurement(self, sequence: Sequence, opened: _Open, finished: float, reason: str) -> Measurement:
         turn, seconds = opened.turn, np.array(opened.seconds)
