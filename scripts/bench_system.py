@@ -25,7 +25,7 @@ _IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
 )
 RANKS = flags.DEFINE_integer("ranks", 1, "Data-parallel ranks, one per device; on the CPU devices are virtual.", 1)
-_SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time on a rank.", 1)
+SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time on a rank.", 1)
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 16384, "Most tokens of prompt and output together.", 1)
 _PREFILL_TOKENS = flags.DEFINE_integer("prefill_tokens", 2048, "Most tokens of prompts in a step of a rank.", 128)
 _PAGES = flags.DEFINE_integer("pages", None, "Pages of a rank's cache. Default: all slots at full length.", 1)
@@ -50,7 +50,7 @@ def make_system(random_contents: bool = False, **policy: Any) -> System:
     law = acceptance()
     sizes = Sizes(
         ranks=RANKS.value,
-        slots=_SLOTS.value,
+        slots=SLOTS.value,
         max_model_len=_MAX_MODEL_LEN.value,
         prefill_tokens=_PREFILL_TOKENS.value,
         pages=_PAGES.value,
@@ -96,7 +96,7 @@ def system_conditions(system: System, own: Sequence[flags.FlagHolder], **others:
     Args:
       own: flags of the script.
     """
-    of_system = (EXECUTOR, _MODEL, _RANDOM, _IMPLEMENTATION, RANKS, _SLOTS, _MAX_MODEL_LEN, _PREFILL_TOKENS, _PAGES)
+    of_system = (EXECUTOR, _MODEL, _RANDOM, _IMPLEMENTATION, RANKS, SLOTS, _MAX_MODEL_LEN, _PREFILL_TOKENS, _PAGES)
     programs = system.programs
     if programs is None:
         others["costs"] = vars(LinearCost())

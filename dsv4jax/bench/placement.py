@@ -1,5 +1,5 @@
-"""Policies of the scheduler over ranks on the virtual clock: which rank takes a request, what chunks of equal time gain,
-and how traffic of many short conversations fares."""
+"""The scheduler's policies over ranks, on the virtual clock: which rank takes a request, what chunks of equal time
+gain, and how traffic of many short conversations fares."""
 
 import time
 from collections.abc import Iterator

@@ -16,7 +16,7 @@ from dsv4jax.engine.engine_shape import EngineShape, scheduler_config, shape_buc
 from dsv4jax.engine.jax_executor import JaxExecutor
 from dsv4jax.engine.plan import Executor
 from dsv4jax.engine.programs import Programs
-from dsv4jax.engine.records import Observer, RequestRecord, StepRecord
+from dsv4jax.engine.records import Observer, StepRecord
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.scheduler_config import SchedulerConfig
@@ -30,16 +30,23 @@ _VOCABULARY = 1000  # of simulated prompts
 _RELEASED_REPLAY = ReplayRule(window=128, layers=40)
 
 
-class Silent(Observer):
+@dataclasses.dataclass
+class Records(Observer):
+    """Keeps the records of steps."""
+
+    steps: list[StepRecord] = dataclasses.field(default_factory=list)
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def rejected(self, reason: str) -> None:
+        raise AssertionError(f"the measurement does not expect rejections: {reason}")
+
+
+class Silent(Records):
     """Keeps nothing."""
 
     def step(self, record: StepRecord) -> None:
-        pass
-
-    def request(self, record: RequestRecord) -> None:
-        pass
-
-    def rejected(self, reason: str) -> None:
         pass
 
 
