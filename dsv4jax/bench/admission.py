@@ -21,7 +21,7 @@ from jaxtyping import Int32
 from dsv4jax.bench.counting import Window, inter_token_seconds, percentiles, summarize
 from dsv4jax.bench.driver import Turn, run_engine
 from dsv4jax.bench.records import Measurement
-from dsv4jax.bench.system import PAGE, Records, Sizes, System, simulated_system
+from dsv4jax.bench.system import PAGE, Records, Sizes, System, finish_prefill, simulated_system
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.simulated import LinearCost
@@ -233,8 +233,7 @@ def beside_long_prompt(
 
     for i in range(chats):
         engine.submit(chat(f"running{i}", system.config.max_model_len - 500))
-    while engine.scheduler.waiting or any(rank.prefilling for rank in engine.scheduler.ranks):
-        engine.step()
+    finish_prefill(engine)
     for _ in range(100):
         engine.step()
     alone = np.concatenate([record.inter_token_seconds for record in records.steps[-50:]])
