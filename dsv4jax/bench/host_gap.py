@@ -8,7 +8,7 @@ fewest causes of delay to all of them; each difference is the cost of what was a
 |---|---|
 | the program alone, calls sent one after the other, every rank with the mean context | |
 | the same with each rank's own context | **ranks** wait for the slowest |
-| the engine's plans dispatched one after the other, nothing read until the end | batches, **dispatch** |
+| the engine's plans dispatched one after the other, no result read | batches, **dispatch** |
 | the same plans, two in flight, the result of each read before the next but one | **readback** of samples |
 | the engine | the **host** decides and takes results in between |
 
@@ -219,7 +219,7 @@ def submit_behind_contexts(
 def _replay(system: System, seen: _Seen, first: int, steps: int, *, ahead: bool) -> float:
     """Seconds of each of the steps from `first` on, dispatched again without the engine.
 
-    Like there, one is in flight before and after them. `ahead`: all are dispatched before any result is read.
+    Like there, one is in flight before and after them. `ahead`: all are dispatched, and no result is read.
     """
     executor = system.empty_executor()
     run = seen.inside(executor)
@@ -231,8 +231,7 @@ def _replay(system: System, seen: _Seen, first: int, steps: int, *, ahead: bool)
     if ahead:
         for plan in seen.plans[first + 1 : first + steps]:
             run.dispatch(plan)
-        for _ in range(steps):
-            run.wait()
+        executor.synchronize()
     else:
         for plan in seen.plans[first + 1 : first + steps + 1]:
             run.dispatch(plan)

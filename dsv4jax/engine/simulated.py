@@ -123,6 +123,10 @@ class SimulatedExecutor:
         self._now = max(self._now, end)
         return result
 
+    def synchronize(self) -> None:
+        """Waits until the device has done every step, without a look at results."""
+        self._now = max(self._now, self._device_free)
+
     def reset(self) -> None:
         """Drops what is in flight."""
         self._queue.clear()
