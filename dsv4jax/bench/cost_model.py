@@ -1,16 +1,17 @@
 """Seconds of a step from what it runs and what the hardware can do.
 
 One definition of bytes and operations, `bench.costs`; every stage takes its `StageFactors` times what these need at the
-machine's rates. The same numbers serve in closed form (`CostModel.decode`, `CostModel.prefill`), and for any step plan
-of the scheduler: a `CostModel` is a `CostModel` of `engine.simulated.SimulatedExecutor`.
+machine's rates. The same numbers serve in closed form (`HardwareCost.decode` and `prefill`) and for any step plan of
+the scheduler, as the cost model of a `SimulatedExecutor`.
 
-What is assumed. Ranks run a layer together, so the slowest rank's attention and dense products count, and routed experts
-take the tokens of all ranks, spread evenly but for `1 / balance`. The stages of a rank run one after the other, as does
-the exchange of tokens. The host works beside the device: a step lasts as long as the slower of the two. Steps run what
-their plan says, without the padding of buckets. A draft round follows every step with drafts.
+What is assumed. Ranks run a layer together, so the slowest rank's attention and dense products count, and routed
+experts take the tokens of all ranks, spread evenly but for `1 / balance`. The stages of a rank run one after the other,
+as does the exchange of tokens. The host works beside the device: a step lasts as long as the slower of the two. Steps
+run what their plan says, without the padding of buckets. A draft round follows every step with drafts.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -92,7 +93,7 @@ class StepTime:
         return part, self.parts[part] / self.device
 
 
-class CostModel:
+class HardwareCost:
     """Seconds of steps of `ranks` data-parallel ranks that share the experts.
 
     Args:
@@ -129,8 +130,9 @@ class CostModel:
         self.cfg, self.hardware, self.ranks = cfg, hardware, ranks
         self._exchange, self._replay = exchange, replay
         self._imbalance, self._draft_imbalance = 1 / balance, 1 / draft_balance
-        self._once, self._each = _split(self._seconds_by_part(linear_costs(cfg)), linear_costs(cfg).loads)
-        self._draft = self._seconds_by_part(draft_costs(cfg))
+        self._by_part = _Units.of(self._seconds_by_part(linear_costs(cfg)), self._seconds_by_part(draft_costs(cfg)))
+        self._in_all = self._by_part.summed()
+        self._experts = functools.lru_cache(maxsize=4096)(self._expert_layer)
 
     # Closed form
 
@@ -154,16 +156,21 @@ class CostModel:
 
     def step(self, work: StepWork) -> StepTime:
         """Any step, with its parts."""
-        by_rank = self._by_rank(work)
+        by_rank = self._by_rank(work, self._by_part)
         slowest = int(by_rank.sum(axis=0).argmax())
         parts = by_rank[:, slowest] + self._together(work)
         return StepTime(dict(zip(PARTS, parts.tolist(), strict=True)), self._host(work))
+
+    def seconds(self, work: StepWork) -> float:
+        """`step(work).seconds`, in less time."""
+        device = self._by_rank(work, self._in_all).max() + self._together(work).sum()
+        return max(float(device), self._host(work))
 
     # Simulation
 
     def __call__(self, plan: StepPlan) -> float:
         """Seconds from the start of this step to that of the next."""
-        return self.step(self.work_of(plan)).seconds
+        return self.seconds(self.work_of(plan))
 
     def work_of(self, plan: StepPlan) -> StepWork:
         """What a plan runs. Every draft that may be verified counts as verified."""
@@ -200,21 +207,22 @@ class CostModel:
 
     # Seconds
 
-    def _by_rank(self, work: StepWork) -> Float64[np.ndarray, "parts ranks"]:
+    def _by_rank(self, work: StepWork, units: "_Units") -> Float64[np.ndarray, "parts ranks"]:
         """Everything but the routed experts and exchanges."""
         loads = request_loads(self.cfg, work.tokens, work.decoder_tokens, work.context, work.logits)
-        seconds, rank, ranks = self._each @ loads, work.rank, self.ranks
-        total = np.array([np.bincount(rank, row, ranks) for row in seconds])
-        for name in ONCE:
-            rows = {"encoder": work.tokens, "decoder": work.decoder_tokens, "head": work.logits}[name]
-            running = np.bincount(rank, rows, ranks) > 0
-            total += self._once[name][:, None] * running
+        rank, ranks = work.rank, self.ranks
+        total = np.array([np.bincount(rank, row, ranks) for row in units.each @ loads])
+        for once, rows in zip(units.once, (work.tokens, work.decoder_tokens, work.logits), strict=True):
+            total += once[:, None] * (np.bincount(rank, rows, ranks) > 0)
         if work.drafting.any():
             verified = np.bincount(rank, np.where(work.logits > 0, work.tokens, 0.0), ranks)
-            block = self.cfg.dspark_block_size
-            loads = {"once": work.drafting > 0, "requests": work.drafting, "tokens": block * work.drafting}
-            loads["verified"] = np.minimum(verified, self.cfg.sliding_window * work.drafting)
-            total[PARTS.index("draft")] += sum(self._draft[load].sum() * amount for load, amount in loads.items())
+            loads = {
+                "once": work.drafting > 0,
+                "requests": work.drafting,
+                "tokens": self.cfg.dspark_block_size * work.drafting,
+                "verified": np.minimum(verified, self.cfg.sliding_window * work.drafting),
+            }
+            total[units.draft_row] += sum(units.draft[load] * amount for load, amount in loads.items())
         return total
 
     def _together(self, work: StepWork) -> Float64[np.ndarray, " parts"]:
@@ -237,7 +245,7 @@ class CostModel:
             total[PARTS.index("draft")] += cfg.num_nextn_predict_layers * draft
         return total
 
-    def _experts(self, experts: int, k: int, tokens: float, imbalance: float) -> Float64[np.ndarray, " parts"]:
+    def _expert_layer(self, experts: int, k: int, tokens: float, imbalance: float) -> Float64[np.ndarray, " parts"]:
         """One layer's, with so many tokens per rank; more rows never take less time."""
         local = ceil_div(experts, self.ranks)
         seconds = self._expert_seconds(expert_cost(self.cfg, local, k, tokens, self.ranks, imbalance))
@@ -297,9 +305,22 @@ class CostModel:
         return total
 
 
-def _split(
-    by_load: Mapping[str, np.ndarray], loads: tuple[str, ...]
-) -> tuple[dict[str, np.ndarray], Float64[np.ndarray, "parts loads"]]:
-    """Seconds of the loads of `ONCE`, and a matrix for `request_loads`."""
-    once = {load: by_load[load] for load in ONCE}
-    return once, np.stack([by_load[load] for load in loads], axis=1)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Units:
+    """Seconds per unit of what a rank does for its own requests, by part or all parts together."""
+
+    once: Float64[np.ndarray, "loads parts"]
+    each: Float64[np.ndarray, "parts loads"]
+    draft: Mapping[str, float]
+    draft_row: int
+
+    @staticmethod
+    def of(by_load: Mapping[str, np.ndarray], draft: Mapping[str, np.ndarray]) -> "_Units":
+        """Of the units of all loads of `linear_costs`, and those of `draft_costs`."""
+        each = np.stack(list(by_load.values()), axis=1)
+        totals = {load: float(parts.sum()) for load, parts in draft.items()}
+        return _Units(np.stack([by_load[load] for load in ONCE]), each, totals, PARTS.index("draft"))
+
+    def summed(self) -> "_Units":
+        """With all parts as one."""
+        return _Units(self.once.sum(axis=1, keepdims=True), self.each.sum(axis=0, keepdims=True), self.draft, 0)

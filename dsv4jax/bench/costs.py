@@ -183,9 +183,7 @@ def _count_layer(
     count.linear("attention_input", once, tokens, cfg.q_lora_rank + dim, d)
     count.linear("attention_input", once, tokens, heads * dim, cfg.q_lora_rank)
     count.add("sparse_attention", requests, bytes=record_bytes_fp8(dim) * cfg.sliding_window)
-    count.add(
-        "sparse_attention", tokens, bytes=record_bytes_fp8(dim) + 4 * heads * dim, bf16=4 * heads * dim * window
-    )
+    count.add("sparse_attention", tokens, bytes=record_bytes_fp8(dim) + 4 * heads * dim, bf16=4 * heads * dim * window)
     latent = cfg.o_groups * cfg.o_lora_rank
     count.add("attention_output", once, bytes=latent * heads * dim / cfg.o_groups * _FP8)
     count.add(
@@ -272,9 +270,7 @@ def step_costs(cfg: ModelConfig, shape: StepShape) -> dict[str, Cost]:
     tokens, decoder_tokens, logits = each
     context = np.array([float(shape.context)])
     counted = linear_costs(cfg)
-    loads = dict(
-        zip(counted.loads, n * request_loads(cfg, tokens, decoder_tokens, context, logits)[:, 0], strict=True)
-    )
+    loads = dict(zip(counted.loads, n * request_loads(cfg, tokens, decoder_tokens, context, logits)[:, 0], strict=True))
     loads |= {"encoder": 1, "decoder": min(1, shape.decoder_tokens), "head": min(1, shape.logits)}
     costs = counted.at(loads)
     costs["experts"] = Cost()
