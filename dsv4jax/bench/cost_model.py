@@ -247,18 +247,18 @@ class HardwareCost:
 
     def _expert_layer(self, experts: int, k: int, tokens: float, imbalance: float) -> Float64[np.ndarray, " parts"]:
         """One layer's, with so many tokens per rank; more rows never take less time."""
-        local = ceil_div(experts, self.ranks)
-        seconds = self._expert_seconds(expert_cost(self.cfg, local, k, tokens, self.ranks, imbalance))
-        most = few_rows(local) / k / imbalance
-        if tokens > most:
-            few = self._expert_seconds(expert_cost(self.cfg, local, k, most, self.ranks, imbalance))
+        local, routed = ceil_div(experts, self.ranks), tokens * k * imbalance
+        present = tokens * self.ranks * self._arriving(k)
+        seconds = self._expert_seconds(expert_cost(self.cfg, local, routed, present))
+        if routed > few_rows(local):
+            few = self._expert_seconds(expert_cost(self.cfg, local, few_rows(local), present))
             products = PARTS.index("expert products")
             seconds[products] = max(seconds[products], few[products])
         return seconds
 
     def _expert_seconds(self, cost: Cost) -> Float64[np.ndarray, " parts"]:
         total = np.zeros(len(PARTS))
-        reads, products, fixed = self._stage_seconds("experts", cost)
+        reads, products, fixed = self.hardware.stage_seconds("experts", cost)
         for part, seconds in (("expert reads", reads), ("expert products", products), ("launches", fixed)):
             total[PARTS.index(part)] = seconds
         return total
@@ -268,23 +268,19 @@ class HardwareCost:
         if self.ranks == 1:
             return 0.0
         hardware, ranks = self.hardware, self.ranks
-        received = sum(exchange_bytes(ranks, 1, self.cfg.hidden_size, k)) * tokens
-        if self._exchange == "ragged":
-            received *= 1 - (1 - 1 / ranks) ** k
+        received = sum(exchange_bytes(ranks, 1, self.cfg.hidden_size, k)) * tokens * self._arriving(k)
         linked = int(hardware.link_devices.value)
         outside = max(0, ranks - linked) / (ranks - 1)
         latency = hardware.network_latency if outside else hardware.link_latency
         by_link = (1 - outside) * received / hardware.link_bandwidth.value
         return 2 * latency.value + max(by_link, outside * received / hardware.network_bandwidth.value)
 
+    def _arriving(self, k: int) -> float:
+        """Share of all tokens that come to a rank: with "ragged" those with an expert there."""
+        return 1 - (1 - 1 / self.ranks) ** k if self._exchange == "ragged" else 1.0
+
     def _host(self, work: StepWork) -> float:
         return self.hardware.host_step.value + self.hardware.host_request.value * len(work.rank)
-
-    def _stage_seconds(self, stage: str, cost: Cost) -> tuple[float, float, float]:
-        """(bytes, operations, fixed)."""
-        factors, ceilings = self.hardware.stages[stage], self.hardware.ceilings
-        products = factors.fp8 * cost.fp8 / ceilings["fp8"] + factors.bf16 * cost.bf16 / ceilings["bf16"]
-        return factors.memory * cost.bytes / ceilings["copy"], products, factors.fixed * cost.layers
 
     def _seconds_by_part(self, counted: LinearCosts) -> dict[str, Float64[np.ndarray, " parts"]]:
         """Seconds per unit of each load."""
@@ -295,7 +291,7 @@ class HardwareCost:
                 "sparse_attention": ("attention", "attention"),
             }.get(stage, ("dense reads", "dense products"))
             for load, cost in units.items():
-                reads, products, fixed = self._stage_seconds(stage, cost)
+                reads, products, fixed = self.hardware.stage_seconds(stage, cost)
                 total[load][PARTS.index(reads_of)] += reads
                 total[load][PARTS.index(products_of)] += products
                 total[load][PARTS.index("launches")] += fixed

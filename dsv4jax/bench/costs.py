@@ -242,19 +242,19 @@ def _compressed_halves(cfg: ModelConfig) -> tuple[tuple[str, int], ...]:
     return tuple(dict.fromkeys(one for one in found if one[1]))
 
 
-def expert_cost(
-    cfg: ModelConfig, local: int, per_token: int, tokens: float, ranks: int, imbalance: float = 1.0
-) -> Cost:
-    """Routed experts of one layer on a rank with `local` experts, of `tokens` tokens of each rank.
+def expert_cost(cfg: ModelConfig, local: int, routed: float, present: float) -> Cost:
+    """Routed experts of one layer on a rank with `local` of them, each as likely as the others.
 
-    Routing is even but for `imbalance`: so many times the average number of rows are this rank's. Few rows are
-    multiplied as FP8, many as BF16.
+    Few rows are multiplied as FP8, many as BF16.
+
+    Args:
+      routed: pairs of a token and an expert of this rank.
+      present: tokens that the exchange brought to the rank, and of which it returns a sum.
     """
     d, weights = cfg.hidden_size, 3 * cfg.hidden_size * cfg.moe_intermediate_size
-    routed = tokens * per_token * imbalance
     active = local * (1 - (1 - 1 / local) ** routed)
     kind = "fp8" if routed <= few_rows(local) else "bf16"
-    bytes_ = active * weights * _FP4 + tokens * ranks * d * (2 + 4)
+    bytes_ = active * weights * _FP4 + present * d * (2 + 4)
     return Cost(bytes=bytes_, layers=1, **{kind: 2 * routed * weights})
 
 
@@ -280,7 +280,8 @@ def step_costs(cfg: ModelConfig, shape: StepShape) -> dict[str, Cost]:
     for rows, layers in ((shape.tokens, encoder), (shape.decoder_tokens, cfg.num_hidden_layers - encoder)):
         if not rows:
             continue
-        experts = expert_cost(cfg, ceil_div(cfg.n_routed_experts, ranks), cfg.num_experts_per_tok, rows, ranks)
+        local = ceil_div(cfg.n_routed_experts, ranks)
+        experts = expert_cost(cfg, local, rows * cfg.num_experts_per_tok, rows * ranks)
         costs["experts"] += experts.times(layers)
         for stage, width in (("dispatch", 2), ("combine", 4)) if ranks > 1 else ():
             moved = (ranks + 1) * rows * cfg.hidden_size * width

@@ -14,6 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from dsv4jax.bench.costs import Cost
+
 Kind = Literal["measured", "nominal", "assumed"]
 
 GIVEN = ("h200", "b300", "gb300")
@@ -113,10 +115,18 @@ class Hardware:
                 _number(f"stages: {stage}: {name}", getattr(factors, name), least)
             _origin(f"stages: {stage}", factors.kind, factors.source)
 
-    @property
-    def ceilings(self) -> dict[str, float]:
-        """The rates that `costs.Cost.floor` takes."""
-        return {"copy": self.memory_bandwidth.value, "fp8": self.fp8_rate.value, "bf16": self.bf16_rate.value}
+    def stage_seconds(self, stage: str, cost: Cost) -> tuple[float, float, float]:
+        """Seconds that a stage takes for its bytes, for its operations, and in its layers however little they do."""
+        factors = self.stages[stage]
+        products = factors.fp8 * cost.fp8 / self.fp8_rate.value + factors.bf16 * cost.bf16 / self.bf16_rate.value
+        return factors.memory * cost.bytes / self.memory_bandwidth.value, products, factors.fixed * cost.layers
+
+    def at_its_rates(self) -> "Hardware":
+        """The same machine if every stage ran at its rates, without gaps, latencies and host: for floors."""
+        zero = Constant(0.0, "assumed", "none, for a floor")
+        ideal = StageFactors(1.0, 1.0, 1.0, 0.0, "assumed", "at the machine's rates, for a floor")
+        nothing = {name: zero for name in _MAY_BE_ZERO}
+        return dataclasses.replace(self, stages=dict.fromkeys(STAGES, ideal), **nothing)
 
     def as_dict(self) -> dict[str, Any]:
         """The content of a file."""
