@@ -62,7 +62,7 @@ def test_the_clock_is_that_of_the_device_and_overlapping_steps_leave_no_gap():
         engine.step()
     assert sequence.first_token == pytest.approx(0.01 + 500e-4)
     assert executor.now() == pytest.approx(0.06 + 9 * 0.011)
-    steps = engine._observer.steps
+    steps = engine.observer.steps
     np.testing.assert_allclose(np.concatenate([s.inter_token_seconds for s in steps]), 0.011)
     assert sum(s.gap_seconds for s in steps) == 0
     assert sum(s.device_seconds for s in steps) == pytest.approx(executor.now())
@@ -130,14 +130,14 @@ def test_a_very_long_prompt_delays_a_chat_by_a_bounded_time(prefill_every, decod
     while engine.scheduler.waiting or engine.scheduler.ranks[0].prefilling:
         engine.step()
     engine.step()
-    begin = len(engine._observer.steps)
+    begin = len(engine.observer.steps)
     (long,) = engine.submit(request("long", tokens, 4))
     later = []
     while long.first_token is None:
         if len(later) < 5:
             later += engine.submit(request(f"later{len(later)}", 300, 3))
         engine.step()
-    gaps = np.concatenate([s.inter_token_seconds for s in engine._observer.steps[begin:]])
+    gaps = np.concatenate([s.inter_token_seconds for s in engine.observer.steps[begin:]])
     longest_step = (
         cost.step
         + cfg.prefill_tokens * (cost.prefill_token + cost.prefill_pair * tokens)
