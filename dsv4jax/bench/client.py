@@ -444,7 +444,7 @@ class _Load:
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of server-sent events up to [DONE]; reads on to the end, so that the connection can be reused."""
+    """The JSON objects of server-sent events up to [DONE]; what follows is read, so that the connection serves again."""
     left, ended = b"", False
     async for piece in pieces:
         *lines, left = (left + piece).split(b"\n")
