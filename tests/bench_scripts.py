@@ -25,9 +25,8 @@ def run_script(name: str, *arguments: str, **replaced: object) -> None:
     script: ModuleType = importlib.util.module_from_spec(spec)
     with mock.patch.multiple(flags, **defining):
         spec.loader.exec_module(script)
-    with mock.patch.multiple(script, **replaced):
-        own([name, *arguments])
-        script.main([name])
+    with mock.patch.multiple(script, main=script.main, **replaced):
+        script.main(own([name, *arguments]))
 
 
 def small_config() -> ModelConfig:

@@ -126,8 +126,10 @@ def test_plots_that_cannot_be_drawn_are_refused():
         Plot("line", "t", "steps", "x", (), axis, axis)
     with pytest.raises(ValueError, match=r"plot 't': y = 'ms': must be one column or more, as a tuple"):
         Plot("line", "t", "steps", "x", "ms", axis, axis)
-    with pytest.raises(ValueError, match=r"plot 't': x_axis.log = True: bars have names along x"):
+    with pytest.raises(ValueError, match=r"plot 't': x_axis.log = True: bars have names along x, and begin at 0"):
         Plot("bar", "t", "steps", "x", ("ms",), Axis("x", log=True), axis)
+    with pytest.raises(ValueError, match=r"plot 't': y_axis.log = True: bars"):
+        Plot("stacked", "t", "steps", "x", ("ms",), axis, Axis("x", log=True))
 
 
 def test_conditions_say_what_ran_where_and_from_which_commit():

@@ -1,15 +1,13 @@
 """The Prometheus metrics and the page that shows the engine."""
 
 import re
-import shutil
-import subprocess
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+from browser import browse
 from fake_engine import FakeEngine, engine_stats, make_app, step_record
 from hypothesis import given
 from hypothesis import strategies as st
@@ -315,22 +313,6 @@ def test_status_json_tells_what_the_page_shows():
         assert page.headers["content-type"].startswith("text/html")
         loads_from_elsewhere = r"(?:src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)"
         assert not re.findall(loads_from_elsewhere, page.text)
-
-
-def chromium() -> str:
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if not found:
-        pytest.skip("needs a browser: chromium is not installed")
-    return found
-
-
-def browse(url: str, profile: Path, size: str) -> str:
-    """Loads a page, waits for its first polls, and returns its document."""
-    flags = (
-        "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --virtual-time-budget=4500 --dump-dom".split()
-    )
-    command = [chromium(), *flags, f"--user-data-dir={profile}", f"--window-size={size}", url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def test_the_page_shows_the_engine_in_a_browser(tmp_path):

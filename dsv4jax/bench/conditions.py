@@ -36,7 +36,7 @@ def conditions(
     """
     kinds = sorted({device.device_kind for device in devices})
     return {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "date": datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "model": model,
         "layout": layout,

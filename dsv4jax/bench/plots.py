@@ -12,7 +12,7 @@ REQUESTS = "requests"
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """What is along an axis. Bars have names along x, never a logarithmic axis there."""
+    """What is along an axis. Bars have names along x, and no axis of theirs is logarithmic."""
 
     label: str
     unit: str = ""
@@ -49,5 +49,6 @@ class Plot:
             raise ValueError(f"plot {self.title!r}: kind = {self.kind!r}: must be one of {get_args(PlotKind)}")
         if isinstance(self.y, str) or not self.y:
             raise ValueError(f"plot {self.title!r}: y = {self.y!r}: must be one column or more, as a tuple")
-        if self.kind in ("bar", "stacked") and self.x_axis.log:
-            raise ValueError(f"plot {self.title!r}: x_axis.log = True: bars have names along x")
+        for name in ("x_axis", "y_axis"):
+            if self.kind in ("bar", "stacked") and getattr(self, name).log:
+                raise ValueError(f"plot {self.title!r}: {name}.log = True: bars have names along x, and begin at 0")

@@ -71,7 +71,7 @@ class Result:
         if REQUESTS in self.rows:
             raise ValueError(f"rows: {REQUESTS!r} is the name of the raw records")
         self.conditions = _plain("conditions", self.conditions)
-        self.rows = {table: _plain(table, rows) for table, rows in self.rows.items()}
+        self.rows = {table: [self._row(table, row) for row in rows] for table, rows in self.rows.items()}
 
     def add_row(self, table: str, row: Mapping[str, Any]) -> None:
         """Adds a row to a table and writes the file.
@@ -81,7 +81,8 @@ class Result:
         """
         if table == REQUESTS:
             raise ValueError(f"rows: {REQUESTS!r} is the name of the raw records")
-        self.rows.setdefault(table, []).append(_plain(table, dict(row)))
+        plain = self._row(table, row)
+        self.rows.setdefault(table, []).append(plain)
         self._write()
         if self.echo:
             shown = (f"{name} {text_of(value)}" for name, value in row.items() if not isinstance(value, (list, dict)))
@@ -95,7 +96,7 @@ class Result:
     def attempt(self, table: str, names: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> None:
         """Adds the row `names` with what `measure` returns; if it fails, with its error, so that others can follow."""
         try:
-            row = _plain(table, dict(measure()))
+            row = self._row(table, measure())
         except Exception as error:
             row = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"}
         self.add_row(table, {**names, **row})
@@ -109,6 +110,12 @@ class Result:
         written = path.with_name(f".{path.name}.part")
         written.write_text(text + "\n", encoding="utf-8")
         os.replace(written, path)
+
+    def _row(self, table: str, row: Mapping[str, Any]) -> Row:
+        for name in self.keys.get(table, ()):
+            if isinstance(row.get(name), list | tuple | Mapping):
+                raise ValueError(f"{table}: {name} = {row[name]!r}: must be a single value: it is one of the keys")
+        return _plain(table, dict(row))
 
     def _write(self) -> None:
         if self.path is not None:
@@ -161,6 +168,11 @@ def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Every name that any row has a single value for, in the order in which they first come."""
     return list(dict.fromkeys(n for row in rows for n, value in row.items() if not isinstance(value, (list, dict))))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a measured value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _plain(where: str, value: Any) -> Any:
