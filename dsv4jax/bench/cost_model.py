@@ -176,25 +176,26 @@ class HardwareCost:
         """What a plan runs. Every draft that may be verified counts as verified."""
         if len(plan.ranks) != self.ranks:
             raise ValueError(f"plan of {len(plan.ranks)} ranks: this model is of {self.ranks}")
-        columns, drafting = [], np.zeros(self.ranks)
-        ones = np.ones(max((len(rank.decodes.slots) for rank in plan.ranks if rank.decodes is not None), default=0))
+        drafting, prefilling = np.zeros(self.ranks), []
+        owners, tokens, context = [], [], []  # of decoding requests, per rank
         for number, rank in enumerate(plan.ranks):
-            drafting[number] = len(rank.first_drafts)
-            if rank.decodes is not None:
-                n = len(rank.decodes.slots)
-                columns.append((number, ones[:n], ones[:n], rank.decodes.starts + 1, ones[:n]))
-            if rank.speculation is not None:
-                tokens = rank.speculation.max_drafts + 1
-                columns.append((number, tokens, tokens, rank.speculation.positions + 1, tokens))
-                drafting[number] += len(tokens)
             if rank.prefills:
-                columns.append((number, *self._prefills(rank)))
-        counts = [len(column[1]) for column in columns]
-        ranks = np.repeat(np.array([column[0] for column in columns], np.int64), counts)
-        if not columns:
-            return StepWork(ranks, *np.zeros((4, 0)), drafting)
-        each = (np.concatenate([column[i] for column in columns]).astype(np.float64) for i in range(1, 5))
-        return StepWork(ranks, *each, drafting)
+                drafting[number] = len(rank.first_drafts)
+                prefilling.append((np.full(len(rank.prefills), number), *self._prefills(rank)))
+            if (decodes := rank.decodes) is not None:
+                owners += [number] * len(decodes.slots)
+                tokens.append(np.ones(len(decodes.slots)))
+                context.append(decodes.starts)
+            if (speculation := rank.speculation) is not None:
+                owners += [number] * len(speculation.slots)
+                drafting[number] += len(speculation.slots)
+                tokens.append(speculation.max_drafts + 1.0)
+                context.append(speculation.positions)
+        ran, at = (np.concatenate([np.zeros(0), *column]) for column in (tokens, context))
+        columns = [np.array(owners, np.int64), ran, ran, at + 1, ran]
+        if prefilling:
+            columns = [np.concatenate(parts) for parts in zip(columns, *prefilling, strict=True)]
+        return StepWork(*columns, drafting)
 
     def _prefills(self, rank: RankPlan) -> tuple[np.ndarray, ...]:
         starts, ends, lengths = np.array([(p.start, p.end, len(p.tokens)) for p in rank.prefills]).T

@@ -37,8 +37,9 @@ TokenModel = Callable[[_PerRequest, _PerRequest, _PerRequest], _PerRequest]
 decodes of all, then for each token of a step with drafts."""
 _Part = TypeVar("_Part", Decodes, Speculation)
 _Result = TypeVar("_Result", Sampled, Speculated)
-_SIMULATED = ("slots", "starts", "ends", "max_drafts")
-"""What of the plan of all ranks is looked at."""
+_SIMULATED = {Decodes: ("slots", "starts"), Speculation: ("slots", "ends", "max_drafts")}
+"""What of a plan is looked at."""
+_NOTHING = RankResult(None, None)
 AcceptanceModel = Callable[[_PerRequest, _PerRequest], _PerRequest]
 """How many drafts are accepted: (positions, verified drafts) to at most as many."""
 
@@ -149,8 +150,10 @@ class SimulatedExecutor:
         prefills = [self._prefill(rank, part) if part.prefills else None for rank, part in enumerate(plan.ranks)]
         decodes = self._of_all_ranks([part.decodes for part in plan.ranks], self._decode)
         speculations = self._of_all_ranks([part.speculation for part in plan.ranks], self._speculate)
-        results = []
+        results = [_NOTHING] * len(plan.ranks)
         for rank, part in enumerate(plan.ranks):
+            if not (part.prefills or part.decodes or part.speculation):
+                continue
             if part.first_drafts:
                 self._newest[1, rank, list(part.first_drafts)] = self._block
             logprobs = tuple(
@@ -160,7 +163,7 @@ class SimulatedExecutor:
                 for p in part.prefills
             )
             first_drafts = self._drafts(len(part.first_drafts)) if part.first_drafts else None
-            results.append(RankResult(prefills[rank], decodes[rank], logprobs, speculations[rank], first_drafts))
+            results[rank] = RankResult(prefills[rank], decodes[rank], logprobs, speculations[rank], first_drafts)
         return tuple(results)
 
     def _of_all_ranks(self, plans: ListOf[_Part | None], run: Callable[..., _Result]) -> list[_Result | None]:
@@ -173,13 +176,10 @@ class SimulatedExecutor:
         if not busy:
             return results
         counts = [len(plans[rank].slots) for rank in busy]
-        columns = {
-            field.name: np.concatenate([getattr(plans[rank], field.name) for rank in busy])
-            for field in dataclasses.fields(plans[busy[0]])
-            if field.name in _SIMULATED
-        }
-        whole, end = run(np.repeat(busy, counts), **columns), 0
-        fields = [getattr(whole, field.name) for field in dataclasses.fields(whole)]
+        names = _SIMULATED[type(plans[busy[0]])]
+        columns = [np.concatenate([getattr(plans[rank], name) for rank in busy]) for name in names]
+        whole, end = run(np.repeat(busy, counts), *columns), 0
+        fields = list(vars(whole).values())
         for rank, count in zip(busy, counts, strict=True):
             first, end = end, end + count
             results[rank] = type(whole)(*(None if field is None else field[first:end] for field in fields))
