@@ -94,11 +94,11 @@ class _Load:
         self._late: list[float] = []
 
     async def run(self) -> HttpRun:
-        self._began, interrupted = time.monotonic(), False
-        cpu = time.thread_time()
+        interrupted = False
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         # No time limit of its own: `Target.timeout` bounds the whole request.
         async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as self._client:
+            self._began, cpu = time.monotonic(), time.thread_time()
             watch = asyncio.create_task(self._watch())
             self._add_task(self._start_first())
             try:
