@@ -30,7 +30,7 @@ from dsv4jax.bench.counting import Window, summarize
 from dsv4jax.bench.driver import Workload, run_engine
 from dsv4jax.bench.page import reported
 from dsv4jax.bench.records import Measurement
-from dsv4jax.bench.result import Result, text_table
+from dsv4jax.bench.result import Result, text_of, text_table
 from dsv4jax.bench.session_report import (
     KEYS,
     PLOTS,
@@ -94,6 +94,7 @@ _DRAFTS = flags.DEFINE_integer("drafts", 0, "Most drafts that a request verifies
 
 _URL = flags.DEFINE_string("url", None, "A server, in the place of an engine in this process.")
 _API = flags.DEFINE_enum("api", "tokens", ["tokens", "text", "chat"], "How prompts are sent: see docs/bench/agents.md.")
+_STAND_INS = flags.DEFINE_bool("stand_ins", False, "Ask --api=tokens for no ids, send made-up ones back.")
 _NAME = flags.DEFINE_string("served_model", None, "Name of the model at the server. Default: its first one.")
 _FIELDS = flags.DEFINE_string(
     "fields", '{"ignore_eos": true, "temperature": 0}', "Further fields of requests, as JSON."
@@ -105,11 +106,11 @@ _TIMEOUT = flags.DEFINE_float("request_timeout", 600.0, "Seconds a request to --
 
 _FLAGS = (
     _PARAMETERS, _TRACE, _SESSIONS, _SEED, _SCALE, _LIVE, _FROM_THE_MIDDLE, _COLD, _RUN, _IDS, _SECONDS, _WARM_UP,
-    _EXECUTOR, _MODEL, _RANKS, _SLOTS, _PAGES, _PAGE_SIZE, _MAX_MODEL_LEN, _PREFILL_TOKENS, _DRAFTS, _URL, _API, _NAME, _FIELDS,
-    _REPLAY, _DEVICES, _DRAIN, _TIMEOUT,
+    _EXECUTOR, _MODEL, _RANKS, _SLOTS, _PAGES, _PAGE_SIZE, _MAX_MODEL_LEN, _PREFILL_TOKENS, _DRAFTS,
+    _URL, _API, _STAND_INS, _NAME, _FIELDS, _REPLAY, _DEVICES, _DRAIN, _TIMEOUT,
 )  # fmt: skip
 _EOS = 1
-_COUNTED_SESSIONS = 500  # of the generator, for statistics
+_COUNTED_SESSIONS = 200  # of the generator, for statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +153,8 @@ class Silent(Observer):
 
 def http_server() -> Server:
     """The server at --url."""
-    from dsv4jax.bench.client import Target, find_model, run_http  # needs the extra `bench`
+    from dsv4jax.bench.client import run_http  # both need the extra `bench`
+    from dsv4jax.bench.http_target import Target, find_model
 
     key = os.environ.get("DSV4JAX_API_KEY", "")
     try:
@@ -165,7 +167,7 @@ def http_server() -> Server:
     length = _MAX_MODEL_LEN.value or model.max_context
     if length is None:
         raise ValueError("--max_model_len: must be given, the server does not say")
-    target = Target(_URL.value, model.name, _API.value, key, fields, _TIMEOUT.value)
+    target = Target(_URL.value, model.name, _API.value, not _STAND_INS.value, key, fields, _TIMEOUT.value)
 
     def run(workload: Workload, until: float) -> Run:
         found = run_http(target, workload, until=until, drain_seconds=_DRAIN.value)
@@ -185,7 +187,7 @@ def http_server() -> Server:
         replay_tokens=_REPLAY.value,
         ceiling=None,
         run=run,
-        stand_ins=_API.value != "tokens",
+        stand_ins=target.stand_ins,
     )
 
 
@@ -411,9 +413,10 @@ def main(argv: Sequence[str]) -> None:
     )
     with reported(_REPORT.value, result):
         run(server, sessions, result)
-    for table in ("sessions", "summary", "latencies", "contexts"):
-        if rows := result.rows.get(table):
-            print(f"\n{table}\n{text_table(rows)}")
+    for row in result.rows.get("summary", []):
+        print("".join(f"\n{name:<60}{text_of(value)}" for name, value in row.items()))
+    for table in ("sessions", "latencies", "contexts"):
+        print(f"\n{table}\n{text_table(result.rows.get(table, []))}")
     print("\n" + "\n".join(result.verdicts))
     if result.interrupted:
         sys.exit(130)

@@ -1,7 +1,7 @@
 """Flags that say what a benchmark measures: an engine on the simulated executor or on a model."""
 
 import importlib.resources
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,8 @@ import numpy as np
 from absl import flags
 
 from dsv4jax.bench.conditions import conditions
-from dsv4jax.bench.system import PAGE, Sizes, System, model_system, simulated_system
-from dsv4jax.config import ModelConfig
+from dsv4jax.bench.system import Sizes, System, load_system, simulated_system
 from dsv4jax.engine.simulated import LinearCost, fixed_acceptance
-from dsv4jax.implementation import with_implementation
-from dsv4jax.numerics import FAST, REFERENCE
 
 EXECUTOR = flags.DEFINE_enum(
     "executor", "simulated", ["simulated", "model"], "A virtual clock with a simple model of cost, or the model itself."
@@ -25,7 +22,7 @@ _IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
 )
 RANKS = flags.DEFINE_integer("ranks", 1, "Data-parallel ranks, one per device; on the CPU devices are virtual.", 1)
-_SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time on a rank.", 1)
+SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time on a rank.", 1)
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 16384, "Most tokens of prompt and output together.", 1)
 _PREFILL_TOKENS = flags.DEFINE_integer("prefill_tokens", 2048, "Most tokens of prompts in a step of a rank.", 128)
 _PAGES = flags.DEFINE_integer("pages", None, "Pages of a rank's cache. Default: all slots at full length.", 1)
@@ -37,38 +34,36 @@ _ACCEPTANCE = flags.DEFINE_list(
 SEED = flags.DEFINE_integer("seed", 0, "Of prompts and lengths.", 0)
 
 
-def make_system(random_contents: bool = False, **policy: Any) -> System:
+def make_system(*, random_contents: bool = False, sizes: Mapping[str, Any] | None = None, **policy: Any) -> System:
     """The system that the flags say.
 
     Args:
       random_contents: a model's cache holds random records from the beginning.
+      sizes: fields of `Sizes` in the place of flags.
       policy: fields of `SchedulerConfig`.
 
     Raises:
       ValueError: a flag has a value that is not allowed, by its name.
     """
     law = acceptance()
-    sizes = Sizes(
+    from_flags = dict(
         ranks=RANKS.value,
-        slots=_SLOTS.value,
+        slots=SLOTS.value,
         max_model_len=_MAX_MODEL_LEN.value,
         prefill_tokens=_PREFILL_TOKENS.value,
         pages=_PAGES.value,
         drafts=len(law),
     )
+    all_sizes = Sizes(**{**from_flags, **(sizes or {})})
     if EXECUTOR.value == "simulated":
-        return simulated_system(sizes, LinearCost(), fixed_acceptance(law.tolist(), SEED.value), **policy)
+        return simulated_system(all_sizes, LinearCost(), fixed_acceptance(law.tolist(), SEED.value), **policy)
     if RANKS.value > 1:  # of use on the CPU only
         jax.config.update("jax_num_cpu_devices", RANKS.value)
-    path = Path(_MODEL.value or str(importlib.resources.files("dsv4jax") / "default_model"))
-    cfg = ModelConfig.from_checkpoint(path)
-    numerics = REFERENCE if jax.default_backend() == "cpu" else FAST
-    numerics, _ = with_implementation(numerics, _IMPLEMENTATION.value, cfg, PAGE)
-    return model_system(
-        cfg,
-        sizes,
-        numerics,
-        checkpoint=None if _RANDOM.value else path,
+    return load_system(
+        Path(_MODEL.value or str(importlib.resources.files("dsv4jax") / "default_model")),
+        all_sizes,
+        _IMPLEMENTATION.value,
+        random_weights=_RANDOM.value,
         random_contents=random_contents,
         forced_acceptance=law if len(law) else None,
         **policy,
@@ -90,20 +85,21 @@ def acceptance() -> np.ndarray:
     return law
 
 
-def system_conditions(system: System, own: Sequence[flags.FlagHolder], **others: Any) -> dict[str, Any]:
+def system_conditions(system: System | None, own: Sequence[flags.FlagHolder], **others: Any) -> dict[str, Any]:
     """Conditions of a result.
 
     Args:
+      system: None where nothing but the scheduler ran.
       own: flags of the script.
     """
-    of_system = (EXECUTOR, _MODEL, _RANDOM, _IMPLEMENTATION, RANKS, _SLOTS, _MAX_MODEL_LEN, _PREFILL_TOKENS, _PAGES)
-    programs = system.programs
-    if programs is None:
-        others["costs"] = vars(LinearCost())
-    else:
+    of_system = (EXECUTOR, _MODEL, _RANDOM, _IMPLEMENTATION, RANKS, SLOTS, _MAX_MODEL_LEN, _PREFILL_TOKENS, _PAGES)
+    programs = None if system is None else system.programs
+    if programs is not None:
         others["implementation"] = programs.numerics.implementation
+    elif system is not None:
+        others["costs"] = vars(LinearCost())
     return conditions(
-        model=system.name,
+        model="none" if system is None else system.name,
         layout=f"{RANKS.value} data-parallel ranks",
         flags={flag.name: flag.value for flag in (*of_system, _ACCEPTANCE, *own)},
         seed=SEED.value,

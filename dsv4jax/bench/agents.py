@@ -142,7 +142,10 @@ class AgentParameters:
                 names = [field.name for field in dataclasses.fields(Lognormal)]
                 if not isinstance(value, Mapping) or set(value) - set(names):
                     raise ValueError(f"{name} = {value!r}: must be an object with some of {names}")
-                value = dataclasses.replace(getattr(cls, name), **value)
+                try:
+                    value = dataclasses.replace(getattr(cls, name), **value)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
             values[name] = value
         return cls(**values)
 

@@ -1,17 +1,8 @@
-"""A client that puts load on any server of OpenAI's completions or chat completions, and records every request.
+"""A client that puts load on any server that `http_target` can ask, and records every request.
 
-| api | endpoint | prompt | outputs in the history |
-|---|---|---|---|
-| tokens | /v1/completions | token ids | those of the server, which it gives with `return_token_ids` |
-| text | /v1/completions | words | the workload's own |
-| chat | /v1/chat/completions | words, in messages | the workload's own |
-
-Words are a fixed mapping of ids, about a token each for most tokenizers. Where a server counts another number of tokens
-than the workload, expected cached tokens are scaled alike.
-
-Requests are streamed. Token counts are those of the `usage` that ends a stream; an answer without it is an error, and
-so is one that breaks off. Nothing is tried again. A request that failed or was cut off has no usage, hence no tokens.
-Token ids say how many tokens each chunk has; otherwise `spread` does.
+Nothing is tried again. A request that failed or was cut off has no usage, hence no tokens. Token ids say how many
+tokens each chunk has; otherwise `spread` does. Where a server counts another number of tokens than the workload,
+expected cached tokens are scaled alike.
 
 The client is a bottleneck where requests are sent later than the workload wanted (bodies are made beforehand, without
 limit of connections), or where its event loop was late with other things; both are measured all the time.
@@ -20,10 +11,9 @@ limit of connections), or where its event loop was late with other things; both 
 import asyncio
 import contextlib
 import dataclasses
-import json
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Coroutine
+from typing import Any
 
 import httpx
 import numpy as np
@@ -31,107 +21,11 @@ from tqdm import tqdm
 
 from dsv4jax.bench.counting import Percentiles, percentiles
 from dsv4jax.bench.driver import Workload
+from dsv4jax.bench.http_target import Answer, RequestFailed, Target, Usage, ask, output_tokens
 from dsv4jax.bench.records import UNFINISHED, Measurement, spread
-from dsv4jax.bench.sessions import ASSISTANT, SessionTurn, Tokens
+from dsv4jax.bench.sessions import SessionTurn
 
-Api = Literal["tokens", "text", "chat"]
-_PATHS = {"tokens": "completions", "text": "completions", "chat": "chat/completions"}
-_WORDS = (
-    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
-    " what all were we when your can said there use an each which she do how their if will up other about out many then"
-    " them these so some her would make like him into time has look two more write go see number no way could people my"
-    " than first water been call who oil its now find long down day did get come made may part"
-).split()
 _TICK = 0.02  # seconds between looks at the event loop
-_MOST_OF_ERROR = 300  # characters
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A server.
-
-    Args:
-      url: with or without the /v1 at its end.
-      model: as requests name it.
-      fields: further fields of every request, such as {"ignore_eos": true}.
-      timeout: seconds a request may take.
-
-    Raises:
-      ValueError: a field is out of range.
-    """
-
-    url: str
-    model: str
-    api: Api = "tokens"
-    api_key: str = ""
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    timeout: float = 600.0
-
-    def __post_init__(self):
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url = {self.url!r}: must begin with http:// or https://")
-        if self.api not in _PATHS:
-            raise ValueError(f"api = {self.api!r}: must be one of {tuple(_PATHS)}")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout = {self.timeout}: must be above 0")
-        own = {"model", "prompt", "messages", "max_tokens", "stream", "stream_options", "return_token_ids"}
-        if taken := sorted(own & set(self.fields)):
-            raise ValueError(f"fields: {taken[0]!r} is set by the client")
-
-    @property
-    def endpoint(self) -> str:
-        """Where requests go."""
-        return f"{_base(self.url)}/{_PATHS[self.api]}"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return _headers(self.api_key)
-
-    def body(self, turn: SessionTurn) -> bytes:
-        """The request of a turn."""
-        fields = dict(self.fields) | {"model": self.model, "max_tokens": turn.max_tokens, "stream": True}
-        fields["stream_options"] = {"include_usage": True}
-        if self.api == "chat":
-            fields["messages"] = [
-                {"role": role if role in ("system", ASSISTANT) else "user", "content": words(part)}
-                for role, part in _parts(turn)
-            ]
-        elif self.api == "text":
-            fields["prompt"] = words(turn.prompt)
-        else:
-            fields |= {"prompt": turn.prompt.tolist(), "return_token_ids": True}
-        return json.dumps(fields).encode()
-
-
-@dataclasses.dataclass(frozen=True)
-class ServedModel:
-    """What a server says about a model; None where it does not say."""
-
-    name: str
-    max_context: int | None
-
-
-def find_model(url: str, api_key: str = "", name: str | None = None) -> ServedModel:
-    """The model `name` of a server, or its first one.
-
-    Raises:
-      ValueError: the server cannot be reached, or has no such model.
-    """
-    try:
-        reply = httpx.get(f"{_base(url)}/models", headers=_headers(api_key), timeout=30, trust_env=False)
-        reply.raise_for_status()
-        models = {model["id"]: model.get("max_model_len") for model in reply.json()["data"]}
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"url = {url!r}: no list of models: {type(error).__name__}: {error}") from None
-    if not models or name not in (None, *models):
-        raise ValueError(f"model = {name!r}: must be one of {sorted(models)}")
-    name = next(iter(models)) if name is None else name
-    return ServedModel(name, models[name])
-
-
-def words(tokens: Tokens) -> str:
-    """A word for each token, each with a blank in front."""
-    return "".join(f" {_WORDS[i % len(_WORDS)]}" for i in tokens.tolist())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -176,62 +70,6 @@ def run_http(
     return asyncio.run(_Load(target, workload, until, drain_seconds, most_failures, progress).run())
 
 
-class _Failure(Exception):
-    """Ends a request with an error."""
-
-
-@dataclasses.dataclass
-class _Answer:
-    """What has come of a request so far."""
-
-    seconds: list[float] = dataclasses.field(default_factory=list)  # of chunks with output
-    ids: list[list[int]] = dataclasses.field(default_factory=list)  # of each of them
-    finish_reason: str | None = None
-    usage: Any = None
-
-    def take(self, event: Mapping[str, Any], now: float) -> None:
-        if "error" in event:
-            raise _Failure(f"error in the stream: {json.dumps(event['error'])[:_MOST_OF_ERROR]}")
-        self.usage = event.get("usage") or self.usage
-        for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
-            names = ("content", "reasoning_content", "reasoning", "tool_calls")
-            ids = choice.get("token_ids") or []
-            if choice.get("text") or ids or any(delta.get(name) for name in names):
-                self.seconds.append(now)
-                self.ids.append(ids)
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-
-
-@dataclasses.dataclass(frozen=True)
-class _Usage:
-    """Tokens as a server counts them. `cached` is None where it does not say; some leave it out instead of a zero."""
-
-    prompt: int
-    cached: int | None
-    output: int
-    drafted: int
-    accepted: int
-
-    @classmethod
-    def read(cls, found: Any) -> "_Usage":
-        """Raises _Failure unless the counts are possible."""
-        try:
-            cached = (found.get("prompt_tokens_details") or {}).get("cached_tokens")
-            details = found.get("completion_tokens_details") or {}
-            accepted, rejected = (details.get(f"{name}_prediction_tokens") or 0 for name in ("accepted", "rejected"))
-            usage = cls(found["prompt_tokens"], cached, found["completion_tokens"], accepted + rejected, accepted)
-            numbers = usage.prompt, usage.cached or 0, usage.output, rejected, accepted
-            possible = all(type(n) is int and n >= 0 for n in numbers) and numbers[1] <= usage.prompt
-        except (AttributeError, LookupError, TypeError):
-            possible = False
-        if not possible:
-            raise _Failure(f"usage makes no sense: {json.dumps(found)[:_MOST_OF_ERROR]}")
-        if not usage.output:
-            raise _Failure("the answer has no output tokens")
-        return usage
-
-
 class _Load:
     def __init__(
         self,
@@ -256,11 +94,11 @@ class _Load:
         self._late: list[float] = []
 
     async def run(self) -> HttpRun:
-        self._began, interrupted = time.monotonic(), False
-        cpu = time.thread_time()
+        interrupted = False
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         # No time limit of its own: `Target.timeout` bounds the whole request.
         async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as self._client:
+            self._began, cpu = time.monotonic(), time.thread_time()
             watch = asyncio.create_task(self._watch())
             self._add_task(self._start_first())
             try:
@@ -336,19 +174,19 @@ class _Load:
         if sent >= self._until:
             return
         self._in_flight.add(asyncio.current_task())
-        name, answer, usage, output, error = f"{self._sent}", _Answer(), None, np.zeros(0, np.int32), ""
+        name, answer, usage, output, error = f"{self._sent}", Answer(), None, np.zeros(0, np.int32), ""
         self._sent += 1
         try:
             async with asyncio.timeout(self._target.timeout):
-                await self._request(body, answer)
-            usage = _Usage.read(answer.usage)
-            output = self._output(answer, usage)
+                await ask(self._client, self._target, body, answer, self._now)
+            usage = Usage.read(answer.usage)
+            output = output_tokens(self._target, answer, usage)
         except asyncio.CancelledError:
             self._record(name, turn, sent, answer, None, UNFINISHED)
             raise
         except TimeoutError:
             error = f"no end of the answer in {self._target.timeout:g} s"
-        except _Failure as failure:
+        except RequestFailed as failure:
             error = f"{failure}"
         except (httpx.HTTPError, AttributeError, LookupError, TypeError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"
@@ -365,39 +203,13 @@ class _Load:
         for following in self._workload.after(turn, output, self._now()):
             self._start(following)
 
-    async def _request(self, body: bytes, answer: _Answer) -> None:
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **self._target.headers}
-        async with self._client.stream("POST", self._target.endpoint, content=body, headers=headers) as response:
-            kind = response.headers.get("content-type", "")
-            if response.status_code != 200 or not kind.startswith("text/event-stream"):
-                text = (await response.aread()).decode("utf-8", errors="replace")
-                raise _Failure(f"HTTP {response.status_code}, {kind or 'no content type'}: {text[:_MOST_OF_ERROR]}")
-            async for event in _events(response.aiter_raw()):
-                answer.take(event, self._now())
-        if answer.finish_reason is None:
-            raise _Failure("the stream ended without finish_reason")
-        if answer.usage is None:
-            raise _Failure("the stream ended without usage: the server must know stream_options.include_usage")
-
-    def _output(self, answer: _Answer, usage: _Usage) -> Tokens:
-        """The answer's tokens, or zeros in their place where the history has others."""
-        if self._target.api != "tokens":
-            return np.zeros(usage.output, np.int32)
-        ids = [i for chunk in answer.ids for i in chunk]
-        if len(ids) != usage.output:
-            raise _Failure(
-                f"{len(ids)} token ids for {usage.output} output tokens: the server must know return_token_ids, the api"
-                " 'text' does without"
-            )
-        return np.array(ids, np.int32)
-
     def _record(
         self,
         name: str,
         turn: SessionTurn,
         sent: float,
-        answer: _Answer,
-        usage: _Usage | None,
+        answer: Answer,
+        usage: Usage | None,
         reason: str,
         error: str = "",
     ) -> None:
@@ -441,31 +253,3 @@ class _Load:
         if self._reports_cached:
             return measurement
         return dataclasses.replace(measurement, expected_cached_tokens=None)
-
-
-async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of server-sent events up to [DONE]; what follows is read, so that the connection serves again."""
-    left, ended = b"", False
-    async for piece in pieces:
-        *lines, left = (left + piece).split(b"\n")
-        for line in lines:
-            data = line[5:].strip() if line.startswith(b"data:") else b""
-            ended |= data == b"[DONE]"
-            if data and not ended:
-                yield json.loads(data)
-
-
-def _parts(turn: SessionTurn) -> Iterator[tuple[str, Tokens]]:
-    begin = 0
-    for role, end in turn.parts:
-        yield role, turn.prompt[begin:end]
-        begin = end
-
-
-def _base(url: str) -> str:
-    url = url.rstrip("/")
-    return url if url.endswith("/v1") else f"{url}/v1"
-
-
-def _headers(api_key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}

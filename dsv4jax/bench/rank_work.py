@@ -8,9 +8,9 @@ from jaxtyping import Float64
 
 from dsv4jax.engine.plan import Executor, RankPlan, StepPlan, StepResult
 
-WORK = ("prefill_token", "prefill_pair", "decode_token", "decode_context")
-"""Units of a rank's work: tokens of prompts, pairs of these with tokens before them, tokens that are decoded or
-verified, and tokens before these."""
+WORK = ("prefill", "prefill_token", "prefill_pair", "decode_token", "decode_context")
+"""Units of a rank's work: whether it has prompts (their program takes a time of its own, however full it is), tokens of
+prompts, pairs of these with tokens before them, tokens that are decoded or verified, and tokens before these."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,4 +99,4 @@ def work_of(plan: RankPlan) -> tuple[float, ...]:
     if plan.speculation is not None:
         tokens += len(plan.speculation.slots) + int(plan.speculation.max_drafts.sum())
         context += float(plan.speculation.positions.sum(dtype=np.int64))
-    return float(prefill), pairs, float(tokens), context
+    return float(prefill > 0), float(prefill), pairs, float(tokens), context

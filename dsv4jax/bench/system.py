@@ -5,41 +5,53 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from dsv4jax.bench.random_state import random_cache, random_params
 from dsv4jax.cache import Cache, CacheConfig
+from dsv4jax.checkpoint.load import load_params
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.engine import Engine
-from dsv4jax.engine.engine_params import load_engine_params
-from dsv4jax.engine.engine_shape import EngineShape, scheduler_config, shape_buckets
 from dsv4jax.engine.jax_executor import JaxExecutor
 from dsv4jax.engine.plan import Executor
-from dsv4jax.engine.programs import Programs
-from dsv4jax.engine.records import Observer, RequestRecord, StepRecord
+from dsv4jax.engine.programs import Programs, make_buckets
+from dsv4jax.engine.records import Observer, StepRecord
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.simulated import AcceptanceModel, CostModel, SimulatedExecutor, constant_tokens
-from dsv4jax.numerics import Numerics
+from dsv4jax.implementation import with_implementation
+from dsv4jax.numerics import FAST, REFERENCE, Numerics
+from dsv4jax.packing import pack_params
+from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
+from sharding import Layout, preset
 
 PAGE = 64
 _EOS = 1
+_TILE = 16
 _VOCABULARY = 1000  # of simulated prompts
 _RELEASED_REPLAY = ReplayRule(window=128, layers=40)
 
 
-class Silent(Observer):
+@dataclasses.dataclass
+class Records(Observer):
+    """Keeps the records of steps."""
+
+    steps: list[StepRecord] = dataclasses.field(default_factory=list)
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def rejected(self, reason: str) -> None:
+        raise AssertionError(f"the measurement does not expect rejections: {reason}")
+
+
+class Silent(Records):
     """Keeps nothing."""
 
     def step(self, record: StepRecord) -> None:
-        pass
-
-    def request(self, record: RequestRecord) -> None:
-        pass
-
-    def rejected(self, reason: str) -> None:
         pass
 
 
@@ -49,6 +61,7 @@ class Sizes:
 
     Args:
       pages: None for as many as all slots need at full length.
+      contexts, decode_requests: of a model, sizes of programs besides the largest.
       drafts: most drafts that a request verifies in a step; 0 for plain decoding.
     """
 
@@ -59,6 +72,8 @@ class Sizes:
     prefill_requests: int = 8
     pages: int | None = None
     drafts: int = 0
+    contexts: tuple[int, ...] = ()
+    decode_requests: tuple[int, ...] = ()
 
     @property
     def pages_or_default(self) -> int:
@@ -74,6 +89,8 @@ class System:
       empty_executor: an executor that holds nothing; of a model always the same one, which forgets what it held.
       vocab_size: of prompts.
       name: of the model, for conditions.
+      programs, params: of a model.
+      close: ends what the executor does besides, when it is no longer needed.
     """
 
     config: SchedulerConfig
@@ -81,7 +98,8 @@ class System:
     vocab_size: int
     name: str
     programs: Programs | None = None
-    params: Any = None
+    params: Params | None = None
+    close: Callable[[], None] = lambda: None
 
     def engine(
         self, *, inside: Callable[[Executor], Executor] | None = None, depth: int = 2, **policy: Any
@@ -104,44 +122,36 @@ class System:
 
 def simulated_system(sizes: Sizes, cost: CostModel, acceptance: AcceptanceModel | None = None, **policy: Any) -> System:
     """On the virtual clock, with the window and the depth of the released model."""
-    config = SchedulerConfig(
-        slots=sizes.slots,
-        pages=sizes.pages_or_default,
-        max_model_len=sizes.max_model_len,
-        eos_id=_EOS,
-        replay=_RELEASED_REPLAY,
-        ranks=sizes.ranks,
-        page_size=PAGE,
-        prefill_tokens=sizes.prefill_tokens,
-        prefill_requests=sizes.prefill_requests,
-        drafts=sizes.drafts,
-        **policy,
-    )
+    config = _scheduler_config(sizes, _RELEASED_REPLAY, **policy)
     tokens = constant_tokens(100)
     return System(config, lambda: SimulatedExecutor(cost, tokens, acceptance), _VOCABULARY, "simulated")
 
 
 def model_system(
+    params: Params,
     cfg: ModelConfig,
     sizes: Sizes,
     numerics: Numerics,
+    layout: Layout,
     *,
-    checkpoint: Path | None,
+    name: str = "",
     random_contents: bool = False,
     forced_acceptance: np.ndarray | None = None,
     progress: bool = True,
     **policy: Any,
 ) -> System:
-    """Compiles a model over as many devices as there are ranks.
+    """Compiles a model over the devices of a layout and runs every program once.
 
     Args:
-      checkpoint: of the weights; None for random ones.
+      params: on these devices, packed if `numerics` want it.
       random_contents: the cache holds random records from the beginning.
       forced_acceptance: see `Programs`.
 
     Raises:
       ValueError: sizes that are not possible.
     """
+    if sizes.ranks != layout.ranks:
+        raise ValueError(f"ranks = {sizes.ranks}: the layout has {layout.ranks}")
     if sizes.max_model_len > cfg.max_position_embeddings:
         raise ValueError(f"max_model_len = {sizes.max_model_len}: the model's context is {cfg.max_position_embeddings}")
     cache_cfg = CacheConfig(
@@ -151,29 +161,30 @@ def model_system(
         slack=max(CacheConfig.slack, 1 + sizes.drafts),
         drafts="shared" if sizes.drafts else None,
     )
-    buckets = shape_buckets(
+    buckets = make_buckets(
         cache_cfg,
         prefill_tokens=[sizes.prefill_tokens],
         prefill_requests=sizes.prefill_requests,
-        decode_requests=[sizes.slots],
-        contexts=[sizes.max_model_len],
-        replay="bounded",
-        deterministic=False,
+        decode_requests=sorted({*sizes.decode_requests, sizes.slots}),
+        contexts=sorted({*sizes.contexts, sizes.max_model_len}),
+        bounded=True,
+        prompt_logprobs=False,
+        tile=_TILE,
         drafts=sizes.drafts,
     )
-    # No request asks for prompt log-probabilities.
-    buckets = dataclasses.replace(buckets, prefill=tuple(b for b in buckets.prefill if not b.prompt_logprobs))
-    preset = "single" if sizes.ranks == 1 else "decode_dep"
-    options = dict(preset=preset, devices=sizes.ranks, replay="bounded", drafts=sizes.drafts)
-    shape = EngineShape(cache_cfg, buckets, numerics, sizes.max_model_len, **options)
-    layout = shape.layout
-    if checkpoint is None:
-        params = random_params(cfg, numerics, layout)
-    else:
-        params = load_engine_params(checkpoint, cfg, shape, layout, progress=progress)
+    if sizes.drafts:
+        buckets = dataclasses.replace(buckets, decode=())  # no step goes without
     kind = _FilledPrograms if random_contents else Programs
-    compiled = dict(params=params, forced_acceptance=forced_acceptance, progress=progress)
-    programs = kind(cfg, cache_cfg, buckets, numerics, layout, **compiled)
+    programs = kind(
+        cfg,
+        cache_cfg,
+        buckets,
+        numerics,
+        layout,
+        params=params,
+        forced_acceptance=forced_acceptance,
+        progress=progress,
+    )
     executor = JaxExecutor(params, programs)
     executor.warm_up(progress=progress)
 
@@ -181,9 +192,56 @@ def model_system(
         executor.reset()
         return executor
 
-    config = scheduler_config(cfg, shape, _EOS, **policy)
-    name = f"random weights, {cfg.num_hidden_layers} layers" if checkpoint is None else checkpoint.resolve().name
-    return System(config, emptied, cfg.vocab_size, name, programs, params)
+    replay = ReplayRule(cfg.sliding_window, cfg.num_hidden_layers)
+    config = _scheduler_config(sizes, replay, tile=_TILE, **policy)
+    return System(config, emptied, cfg.vocab_size, name, programs, params, executor.close)
+
+
+def load_system(
+    path: Path, sizes: Sizes, implementation: str | None, *, random_weights: bool = False, **options: Any
+) -> System:
+    """`model_system` of a checkpoint over the first devices, with the rounding of its specification on a CPU.
+
+    Args:
+      implementation: see `with_implementation`.
+      random_weights: the directory has a config.json only.
+
+    Raises: as `model_system`, `load_params` and `pack_params`.
+    """
+    cfg = ModelConfig.from_checkpoint(path)
+    numerics = REFERENCE if jax.default_backend() == "cpu" else FAST
+    numerics, _ = with_implementation(numerics, implementation, cfg, PAGE)
+    layout = preset("single" if sizes.ranks == 1 else "decode_dep", sizes.ranks)
+    if random_weights:
+        params = random_params(cfg, numerics, layout)
+    else:
+        params = load_params(path, cfg, layout)
+        if numerics.implementation == "pallas":
+            params = pack_params(params, layout)
+    name = path.resolve().name + random_weights * ", random weights"
+    return model_system(params, cfg, sizes, numerics, layout, name=name, **options)
+
+
+def _scheduler_config(sizes: Sizes, replay: ReplayRule, **policy: Any) -> SchedulerConfig:
+    return SchedulerConfig(
+        slots=sizes.slots,
+        pages=sizes.pages_or_default,
+        max_model_len=sizes.max_model_len,
+        eos_id=_EOS,
+        replay=replay,
+        ranks=sizes.ranks,
+        page_size=PAGE,
+        prefill_tokens=sizes.prefill_tokens,
+        prefill_requests=sizes.prefill_requests,
+        drafts=sizes.drafts,
+        **policy,
+    )
+
+
+def finish_prefill(engine: Engine) -> None:
+    """Steps until every request decodes."""
+    while engine.scheduler.waiting or any(rank.prefilling for rank in engine.scheduler.ranks):
+        engine.step()
 
 
 class _FilledPrograms(Programs):
