@@ -42,7 +42,7 @@ def calibrate(hardware: Hardware, result: Result, cfg: ModelConfig) -> Hardware:
     for row in result.rows.get("stages", []):
         if row["step"] not in shapes:
             raise ValueError(f"stages: step {row['step']!r}: must be one of {tuple(shapes)}")
-        if row["stage"] in STAGES and row["microseconds"] > 0:
+        if _is_measured(row):
             measured[row["stage"], row["step"]].append(row["microseconds"])
     if not measured:
         raise ValueError("stages: no time of any stage; steps must have been profiled")
@@ -68,7 +68,7 @@ def calibration_errors(hardware: Hardware, result: Result, cfg: ModelConfig) -> 
     for row in result.rows.get("steps", []):
         measured = collections.defaultdict(list)
         for one in result.rows.get("stages", []):
-            if one["step"] == row["step"] and one["stage"] in STAGES:
+            if one["step"] == row["step"] and _is_measured(one):
                 measured[one["stage"]].append(one["microseconds"])
         if not measured or "error" in row:
             continue
@@ -109,6 +109,11 @@ def fit_factors(points: Sequence[tuple[Cost, float]], ceilings: Mapping[str, flo
     target = np.concatenate([1 - relative @ least, np.zeros(4)])
     solution = lsq_linear(system, target, (0, np.inf), method="bvls").x
     return tuple((scale * (least + solution)).tolist())
+
+
+def _is_measured(row: Mapping[str, Any]) -> bool:
+    """Whether a row of a profile has a time of a stage that hardware has factors of."""
+    return row.get("stage") in STAGES and (row.get("microseconds") or 0) > 0
 
 
 def _shape(row: Mapping[str, Any]) -> StepShape:

@@ -28,7 +28,8 @@ from sharding.layout import Exchange
 
 PAGE = 64
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 72)
-"""Of DEP groups. Those that do not divide the experts have more slots for them, some of which hold an expert twice."""
+"""Of DEP groups. One that does not divide the experts has more slots for them, some of which hold an expert twice; this
+engine itself takes widths that divide them only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +184,24 @@ class DeviceMemory:
 
 
 @dataclasses.dataclass(frozen=True)
+class Refused:
+    """What does not fit into the memory of a device."""
+
+    group: str
+    size: str
+    memory: DeviceMemory
+
+    def as_row(self) -> dict[str, Any]:
+        """For a table."""
+        return {
+            "group": self.group,
+            "size": self.size,
+            "gb": self.memory.total / 1e9,
+            "usable_gb": self.memory.usable / 1e9,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
 class PrefillPoint:
     """Prefill in groups of `width` devices."""
 
@@ -248,10 +267,10 @@ class Point:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Deployments that fit into memory, best first: those that meet the targets before the others, by output per
-    device. And, in words, what did not fit."""
+    device. And what does not fit."""
 
     points: tuple[Point, ...]
-    refused: tuple[str, ...]
+    refused: tuple[Refused, ...]
 
     @property
     def best(self) -> Point | None:
@@ -273,7 +292,7 @@ def make_plan(cfg: ModelConfig, hardware: Hardware, workload: Workload, targets:
                 f"drafts = {drafts}: must be at most {known}: the draft model makes {cfg.dspark_block_size}, and"
                 f" acceptance has {len(workload.acceptance)}"
             )
-    refused: list[str] = []
+    refused: list[Refused] = []
     prefills = list(_prefill_points(cfg, hardware, workload, sweep, refused))
     if not prefills:
         return Plan((), tuple(refused))
@@ -286,10 +305,9 @@ def make_plan(cfg: ModelConfig, hardware: Hardware, workload: Workload, targets:
             if memory.fits:
                 points.append(_point(cost, workload, targets, batch, drafts, memory, prefill, sweep))
             else:
-                what = f"decode DEP{width}, batch {batch}"
-                refused.append(f"{what}: {memory.total / 1e9:.0f} of {memory.usable / 1e9:.0f} GB")
+                refused.append(Refused(f"decode DEP{width}", f"batch {batch}, {drafts} drafts", memory))
     points.sort(key=lambda p: (bool(p.misses), -p.output_tokens_per_second, p.width, p.batch, p.drafts))
-    return Plan(tuple(points), tuple(dict.fromkeys(refused)))
+    return Plan(tuple(points), tuple(refused))
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
@@ -333,7 +351,7 @@ def _cost(cfg: ModelConfig, hardware: Hardware, width: int, sweep: Sweep) -> Har
     return HardwareCost(cfg, hardware, width, exchange=sweep.exchange, balance=balance[0], draft_balance=balance[1])
 
 
-def _prefill_points(cfg: ModelConfig, hardware: Hardware, workload: Workload, sweep: Sweep, refused: list[str]):
+def _prefill_points(cfg: ModelConfig, hardware: Hardware, workload: Workload, sweep: Sweep, refused: list[Refused]):
     # A hit is followed by a replay of one window.
     tokens = workload.computed + (cfg.sliding_window if workload.cached else 0)
     tokens = min(tokens, workload.context)
@@ -343,8 +361,7 @@ def _prefill_points(cfg: ModelConfig, hardware: Hardware, workload: Workload, sw
         # Those in a step, and as many again, admitted for the next one.
         memory = device_memory(cfg, hardware, width, 2 * requests, workload.context, False, sweep)
         if not memory.fits:
-            what = f"prefill DEP{width}, chunk {chunk}"
-            refused.append(f"{what}: {memory.total / 1e9:.0f} of {memory.usable / 1e9:.0f} GB")
+            refused.append(Refused(f"prefill DEP{width}", f"chunk {chunk}", memory))
             continue
         n = width * requests
         each = (np.full(n, value) for value in (tokens / steps, min(tokens, cfg.sliding_window) / steps))
