@@ -19,20 +19,20 @@ from typing import Any
 import jax
 import numpy as np
 from absl import app, flags
+from dsv4jax.bench.report import Report, text_table
 
 from dsv4jax.balance.metrics import uniform_balancedness
 from dsv4jax.bench.exchange import ExchangeCase, Links, measure_links
 from dsv4jax.bench.host_gap import host_gap
 from dsv4jax.bench.random_state import random_cache, random_params
-from dsv4jax.bench.report import Report, text_table
 from dsv4jax.bench.steps import (
     PAGE,
     StepCase,
     compile_apart,
     decode_case,
-    numbers_of,
     prefill_case,
     profile_step,
+    sizes_of,
     time_step,
     use_compilation_cache,
 )
@@ -103,15 +103,15 @@ def placed_steps(cfg: ModelConfig, layout: Layout) -> list[PlacedStep]:
     ranks, alone, together = layout.ranks, [], []
     for routing in _ROUTING.value:
         for text in _DECODE.value:
-            requests, tokens, context = numbers_of("decode", text, (3,))
-            alone += [
-                PlacedStep(decode_case(cfg, n, tokens, context), SINGLE, routing) for n in (requests, ranks * requests)
-            ]
-            together.append(PlacedStep(decode_case(cfg, requests, tokens, context, ranks), layout, routing))
+            for requests, *rest in sizes_of("decode", text, (3,)):
+                cases = [decode_case(cfg, n, *rest) for n in (requests, ranks * requests)]
+                alone += [PlacedStep(case, SINGLE, routing) for case in cases]
+                together.append(PlacedStep(decode_case(cfg, requests, *rest, ranks), layout, routing))
         for text in _PREFILL.value:
-            (tokens,) = numbers_of("prefill", text, (1,))
-            alone += [PlacedStep(prefill_case(cfg, n, 0, "exact"), SINGLE, routing) for n in (tokens, ranks * tokens)]
-            together.append(PlacedStep(prefill_case(cfg, tokens, 0, "exact", ranks), layout, routing))
+            for (tokens,) in sizes_of("prefill", text, (1,)):
+                cases = [prefill_case(cfg, n, 0, "exact") for n in (tokens, ranks * tokens)]
+                alone += [PlacedStep(case, SINGLE, routing) for case in cases]
+                together.append(PlacedStep(prefill_case(cfg, tokens, 0, "exact", ranks), layout, routing))
     return alone + together
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from bench_scripts import run_script, small_config
 
-from dsv4jax.bench.report import Report, reliability, text_table
+from dsv4jax.bench.drafts import reliability
 from dsv4jax.checkpoint.random import random_params
 from dsv4jax.draft_statistics import step_statistics
 
@@ -80,22 +80,3 @@ def test_a_reliability_table_shows_what_was_predicted_and_what_came_of_it():
         ("0.8 to 0.9", 2, 0.5),
     ]
     np.testing.assert_allclose([row["predicted"] for row in table], [0.4, 0.8], rtol=1e-5)
-
-
-def test_a_report_is_whole_after_every_row_and_goes_on_after_a_failure(tmp_path):
-    path = tmp_path / "report.json"
-    report = Report(str(path), layers=2)
-
-    def fails():
-        raise RuntimeError("out of memory")
-
-    report.attempt("steps", {"step": "a"}, fails)
-    report.attempt("steps", {"step": "b"}, lambda: {"milliseconds": 1.23456, "costs": {"tokens": [1]}})
-    written = json.loads(path.read_text())
-    assert written["layers"] == 2 and written["devices"][0] >= 1
-    assert written["steps"] == [
-        {"step": "a", "error": "RuntimeError: out of memory"},
-        {"step": "b", "milliseconds": 1.23456, "costs": {"tokens": [1]}},
-    ]
-    lines = text_table(written["steps"]).splitlines()
-    assert lines[0].split() == ["step", "error", "milliseconds"] and lines[2].split() == ["b", "1.235"]
