@@ -220,3 +220,24 @@ def reliability(statistics: DraftStatistics) -> list[dict[str, Any]]:
         for i in range(BINS)
         if verified[i]
     ]
+
+
+def acceptance(statistics: DraftStatistics) -> list[dict[str, Any]]:
+    """Acceptance by place of a draft, a row per place that was verified.
+
+    `accepted` is the share of those that stood, and all before them; `given_earlier` of those whose earlier drafts did.
+    """
+    verified, accepted = np.asarray(statistics.verified), np.asarray(statistics.accepted)
+    rows = []
+    for i in np.flatnonzero(verified):
+        # Drafts are verified with all before them: so many had their earlier ones accepted, of more verified at i - 1.
+        before = verified[i] if i == 0 else accepted[i - 1] * verified[i] / verified[i - 1]
+        rows.append(
+            {
+                "position": int(i) + 1,
+                "drafts": int(verified[i]),
+                "accepted": float(accepted[i] / verified[i]),
+                "given_earlier": float(accepted[i] / before) if before else None,
+            }
+        )
+    return rows
