@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -47,3 +48,12 @@ def small_config() -> ModelConfig:
         dspark_n_routed_experts=8,
         hc_sinkhorn_iters=2,
     )
+
+
+def run_system_script(name: str, *arguments: str) -> None:
+    """`run_script` of one that shares the flags of `bench_system.py`, which are its own as well."""
+    scripts = str(Path(__file__).parent.parent / "scripts")
+    with mock.patch.object(sys, "path", [scripts, *sys.path]):
+        sys.modules.pop("bench_system", None)
+        run_script(name, *arguments)
+        del sys.modules["bench_system"]

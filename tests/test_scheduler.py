@@ -185,8 +185,8 @@ def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, events):
     # Every choice that ended by itself was told, once: its reader would wait for ever.
     assert collections.Counter(told) == collections.Counter(s for s in open_choices if id(s) not in ended_by_hand)
     assert executor.resets == executor.failures, "a step failed by itself"
-    records = {(r.request_id, r.index): r for r in engine._observer.requests}
-    assert len(records) == len(engine._observer.requests) == len(open_choices)
+    records = {(r.request_id, r.index): r for r in engine.observer.requests}
+    assert len(records) == len(engine.observer.requests) == len(open_choices)
     for sequence in open_choices:
         expected = rollout(sequence.request, sequence.index)
         if id(sequence) in ended_by_hand or (sequence.finish_reason == "error" and "step" in sequence.error):
@@ -593,8 +593,8 @@ def test_time_between_tokens_spans_a_preemption():
     engine, _ = make(cfg)
     made = [engine.submit(request([i + 2] * 5, 40, f"r{i}", ignore_eos=True))[0] for i in range(4)]
     drain(engine)
-    gaps = np.concatenate([record.inter_token_seconds for record in engine._observer.steps])
-    ends = {r.request_id: r.finished - r.first_token for r in engine._observer.requests}
+    gaps = np.concatenate([record.inter_token_seconds for record in engine.observer.steps])
+    ends = {r.request_id: r.finished - r.first_token for r in engine.observer.requests}
     assert len(gaps) == 4 * 39
     assert gaps.sum() == pytest.approx(sum(ends.values()))
     assert any(s.preemptions for s in made)
@@ -669,7 +669,7 @@ def test_a_request_waits_while_the_running_ones_would_have_no_page_to_grow():
     engine.step()
     assert engine.scheduler.ranks[0].pool.available == 5 and waits.slot < 0
     drain(engine)
-    assert waits.scheduled >= min(r.finished for r in engine._observer.requests)
+    assert waits.scheduled >= min(r.finished for r in engine.observer.requests)
     assert not any(s.preemptions for s in (*running, waits))
 
 

@@ -43,9 +43,9 @@ def test_right_drafts_save_steps_and_everything_is_counted():
     drafts = engine.stats().drafts
     assert (drafts.rounds, drafts.verified, drafts.accepted) == (8, [8] * 4, [8] * 4)
     assert (made.draft_rounds, made.drafted, made.accepted) == (8, 32, 32)
-    (record,) = engine._observer.requests
+    (record,) = engine.observer.requests
     assert (record.draft_rounds, record.drafted, record.accepted) == (8, 32, 32)
-    steps = engine._observer.steps
+    steps = engine.observer.steps
     assert sum(s.output_tokens for s in steps) == engine.stats().output_tokens == 41
     gaps = np.concatenate([s.inter_token_seconds for s in steps])
     assert (len(gaps), np.count_nonzero(gaps)) == (40, 8)

@@ -238,3 +238,17 @@ def test_a_rank_deep_in_a_long_prompt_does_not_hold_up_the_others():
     together = [np.ptp(costs) / max(costs) for costs in full if min(costs) > 2000]
     assert len(together) > 50
     assert np.median(together) < 0.05, "ranks with work for the whole step finish together"
+
+
+def test_a_request_waits_for_the_rank_that_it_asks_for_and_others_pass_it():
+    cfg = dataclasses.replace(LARGE, ranks=2, slots=1)
+    engine, _ = simulated(cfg)
+    first, second = (engine.submit(ask(name, range(2, 20), rank=1))[0] for name in ("first", "second"))
+    engine.step()
+    assert (first.rank, second.slot) == (1, -1)
+    (other,) = engine.submit(ask("other", range(2, 20)))
+    drain(engine)
+    assert (first.rank, second.rank, other.rank) == (1, 1, 0) and other.scheduled < second.scheduled
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank = {rank}: must be 0 to 1, or None"):
+            engine.submit(ask("wrong", range(2, 20), rank=rank))

@@ -34,6 +34,7 @@ class Engine:
     """Drives a scheduler and an executor. Not thread safe; `AsyncEngine` gives it a thread.
 
     Args:
+      observer: may be replaced between two steps.
       depth: steps dispatched and not yet finished on the host, at most.
       max_failures: a choice ends with an error after this many failed steps.
     """
@@ -44,7 +45,7 @@ class Engine:
         if not 1 <= depth <= 2:
             raise ValueError(f"depth = {depth}: must be 1 or 2, masks are known one token ahead")
         self.scheduler, self.executor = scheduler, executor
-        self._observer, self._depth, self._max_failures = observer, depth, max_failures
+        self.observer, self._depth, self._max_failures = observer, depth, max_failures
         self._in_flight: collections.deque[_Dispatched] = collections.deque()
         self._totals = dict.fromkeys(_TOTALS, 0)
         self._steps = 0
@@ -169,7 +170,7 @@ class Engine:
         self._failures = 0
         for name in _TOTALS:
             self._totals[name] += getattr(record, name)
-        self._observer.step(record)
+        self.observer.step(record)
         return update.news
 
     def _recover(self) -> None:
@@ -202,4 +203,4 @@ class Engine:
                 first_token=s.first_token,
                 finished=now,
             )
-            self._observer.request(record)
+            self.observer.request(record)

@@ -116,7 +116,7 @@ class Rank:
         if sequence in self._new:
             self._new.remove(sequence)
         sequence.last_time = float(slots.last_times[slot])
-        sequence.slot, sequence.rank, sequence.pages, sequence.tokens = -1, -1, [], None
+        sequence.slot, sequence.pages, sequence.tokens = -1, [], None
 
     # Planning.
 

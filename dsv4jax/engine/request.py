@@ -27,6 +27,7 @@ class GenerationRequest:
       ignore_eos: EOS is an ordinary token.
       mask: makes the rules of which tokens may be chosen, once per choice; None allows all.
       priority: lower is scheduled first.
+      rank: the data-parallel rank that must run it; None for the one the scheduler chooses.
       cache_salt: requests share cached prefixes only within one salt.
       prompt_logprobs: -1 for none, k for the log-probability of every prompt token and of the k best instead; such a
         request reads no cached prefix.
@@ -48,6 +49,7 @@ class GenerationRequest:
     ignore_eos: bool = False
     mask: Callable[[], TokenMask] | None = None
     priority: int = 0
+    rank: int | None = None
     cache_salt: str = ""
     prompt_logprobs: int = -1
     drafts: int | None = None

@@ -92,10 +92,13 @@ class Scheduler:
         Raises:
           RequestTooLarge: one of them could never run here, or together they have more choices than may wait;
             `TooManyDrafts` and `TooManyChoices` are its kinds that the size of the context does not explain.
+          ValueError: a request must run on a rank that is not there.
           QueueFull: too much is waiting already.
         """
         cfg = self.cfg
         for request in requests:
+            if request.rank is not None and not 0 <= request.rank < cfg.ranks:
+                raise ValueError(f"rank = {request.rank}: must be 0 to {cfg.ranks - 1}, or None")
             self._check_size(request)
         choices = sum(request.n for request in requests)
         if choices > cfg.max_waiting:
@@ -275,7 +278,9 @@ class Scheduler:
         for sequence in self.waiting[:_SCAN]:
             if admitted == self.cfg.max_admissions * len(self.ranks):
                 break
-            found = [(rank, rank.match(sequence)) for rank in self.ranks]
+            asked = sequence.request.rank
+            ranks = self.ranks if asked is None else [self.ranks[asked]]
+            found = [(rank, rank.match(sequence)) for rank in ranks]
             fits = [(rank, pages) for rank, pages in found if pages is not None]
             if not fits:
                 if sequence.overtaken >= self.cfg.max_overtakes:

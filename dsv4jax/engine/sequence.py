@@ -21,6 +21,7 @@ class Sequence:
       number: order of arrival.
       leader: the request's choice 0, whose prompt pages this one waits for; None for choice 0.
       followers: choices that wait for this one.
+      slot, rank: where it runs; slot is -1 while it does not, and rank then the last one it had, -1 before the first.
       generated, logprobs, top_logprobs: tokens known to the host, and what is known of them if asked for.
       page_state, page_keys: hash state behind the last hashed page, and the keys up to it.
       tokens: what prefill runs: the prompt, after a preemption with generated tokens behind it.
