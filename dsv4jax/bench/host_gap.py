@@ -67,7 +67,7 @@ def host_gap(
         drafts=drafts,
     )
     options = dict(forced_acceptance=forced_acceptance, progress=False)
-    system = model_system(params, cfg, sizes, numerics, layout, max_admissions=requests, **options)
+    system = model_system(params, cfg, sizes, numerics, layout, **options)
     row = decode_gap(system, requests=requests, context=_PROMPT, steps=steps)
     system.close()
     return row
