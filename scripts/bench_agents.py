@@ -14,9 +14,11 @@ import functools
 import importlib.resources
 import itertools
 import json
+import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,12 @@ _SCALE = flags.DEFINE_float("scale", 1.0, "All tokens and times of sessions time
 _LIVE = flags.DEFINE_integer("live", 16, "Sessions at a time.", 1)
 _FROM_THE_MIDDLE = flags.DEFINE_bool("from_the_middle", True, "The first sessions start at a turn chosen at random.")
 _COLD = flags.DEFINE_bool("cold_first_turns", False, "Shared prefixes are not shared by first turns.")
-_RUN = flags.DEFINE_integer("run", 0, "Runs with different numbers share no prefix: change it for a server in use.", 0)
+_RUN = flags.DEFINE_integer(
+    "run",
+    None,
+    "Runs with different numbers share no prefix. Default: 0; with --url, which may have served before, the time.",
+    0,
+)
 _IDS = flags.DEFINE_list("ids", ["300", "800"], "First token id of prompts, and the one behind the last.")
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "Length of the window that counts.", 1e-3)
 _WARM_UP = flags.DEFINE_float("warm_up_seconds", None, "Time before it. Default: a quarter of --seconds.", 0.0)
@@ -156,6 +163,7 @@ def http_server() -> Server:
     from dsv4jax.bench.client import run_http  # both need the extra `bench`
     from dsv4jax.bench.http_target import Target, find_model
 
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise
     key = os.environ.get("DSV4JAX_API_KEY", "")
     try:
         fields = json.loads(_FIELDS.value)
@@ -340,7 +348,7 @@ def check_first_turns(longest: int, max_context: int) -> None:
         )
 
 
-def run(server: Server, sessions: Sessions, result: Result) -> None:
+def run(server: Server, sessions: Sessions, number: int, result: Result) -> None:
     """Runs the sessions and fills the result."""
     warm_up = _SECONDS.value / 4 if _WARM_UP.value is None else _WARM_UP.value
     workload = SessionWorkload(
@@ -350,7 +358,7 @@ def run(server: Server, sessions: Sessions, result: Result) -> None:
         max_context=min(server.max_context, sessions.most_tokens),
         page_size=_PAGE_SIZE.value,
         replay_tokens=server.replay_tokens,
-        run=_RUN.value,
+        run=number,
         ramp_seconds=warm_up / 2,
         from_the_middle=_FROM_THE_MIDDLE.value,
         cold_first_turns=_COLD.value,
@@ -396,6 +404,7 @@ def main(argv: Sequence[str]) -> None:
     else:
         server = (simulated_server if _EXECUTOR.value == "simulated" else model_server)(sessions.most_tokens)
     check_first_turns(sessions.longest_first_turn, server.max_context)
+    number = _RUN.value if _RUN.value is not None else int(time.time()) if _URL.value else 0
     result = Result(
         experiment="agents",
         conditions=conditions(
@@ -404,6 +413,7 @@ def main(argv: Sequence[str]) -> None:
             flags={flag.name: flag.value for flag in _FLAGS},
             seed=None if _TRACE.value else _SEED.value,
             devices=server.used,
+            run=number,
             parameters=None if _TRACE.value else dataclasses.asdict(parameters),
         ),
         keys=KEYS,
@@ -412,7 +422,7 @@ def main(argv: Sequence[str]) -> None:
         plots=PLOTS,
     )
     with reported(_REPORT.value, result):
-        run(server, sessions, result)
+        run(server, sessions, number, result)
     for row in result.rows.get("summary", []):
         print("".join(f"\n{name:<60}{text_of(value)}" for name, value in row.items()))
     for table in ("sessions", "latencies", "contexts"):

@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -133,6 +135,14 @@ def test_a_trace_file_gives_back_sessions_and_their_subagents(tmp_path):
     write_trace(path, sessions)
     assert read_trace(path) == sessions
     assert json.loads(path.read_text().splitlines()[0]) == HEADER
+
+
+def test_the_example_of_the_docs_is_a_trace(tmp_path):
+    page = (Path(__file__).parent.parent / "docs/bench/agents.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```\n(\{\"format.*?)```", page, re.S)
+    (tmp_path / "trace.jsonl").write_text(example)
+    (found,) = read_trace(tmp_path / "trace.jsonl")
+    assert [one.name for one in found.family()] == ["a", "a.1"] and found.contexts() == [14_900, 19_210]
 
 
 def turn_line(**changed):
