@@ -1,28 +1,29 @@
 """Times the real step functions with random weights at released widths, beside ceilings measured in the same run.
 
-    python scripts/bench_steps.py --layers 6 --output benchmarks/steps.json
-    python scripts/bench_steps.py --layers 40 --ranks 8 --decode 16x6x131072,16x6x875520 --prefill 8192 \
-        --replay bounded --cached_prefix 32768x131072x8192 --profile benchmarks/steps --output benchmarks/steps.json
-    python scripts/bench_steps.py --check_flags --output flags.json
+    python scripts/bench_steps.py --layers 6 --report out
+    python scripts/bench_steps.py --layers 40 --ranks 8 --decode 1/16/64x1/6x1024/131072/1047552 --prefill= --report out
+    python scripts/bench_steps.py --layers 40 --ranks 8 --decode= --prefill 8192 --replay bounded --profile \
+        --prompts 32768x131072x8192/2048/32768,32768x0x8192 --report out
+    python scripts/bench_steps.py --check_flags --report out
 
 Decode runs on a cache of random records, prefill on random tokens. Times are of calls sent one after the other, and of
 calls that are waited for (median), after compilation. With `--ranks` the device emulates one rank of many: see
 `sharding.exchange`; what the links between devices would take is not in the times.
+
+Decode steps are the experiment "forward", everything else "prefill". Their files are whole after every row; what fails
+is a row with its error, and the rest follows.
 """
 
-import contextlib
 import dataclasses
-import datetime
 import functools
-import itertools
-import json
-import re
+import statistics
 import time
-from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from absl import app, flags
+from tqdm import tqdm
 
 from dsv4jax.batch import (
     DecodeBucket,
@@ -31,26 +32,30 @@ from dsv4jax.batch import (
     PrefillChunk,
     decode_batch,
     prefill_batch,
-    with_engram_rows,
 )
-from dsv4jax.bench.costs import step_costs
+from dsv4jax.bench.conditions import conditions, flag_values
+from dsv4jax.bench.costs import Cost, step_costs
+from dsv4jax.bench.page import reported
+from dsv4jax.bench.plots import Axis, Plot
+from dsv4jax.bench.prefill import OPTIMISATIONS, PromptCase, prompt_cases, prompt_verdicts
 from dsv4jax.bench.random_state import RandomHostTables, random_cache, random_params
-from dsv4jax.bench.replacement import without_own_topk
-from dsv4jax.bench.report import picture, stage_lines, table
+from dsv4jax.bench.result import Result
+from dsv4jax.bench.stages import stage_lines, step_verdicts, table
 from dsv4jax.bench.steps import (
     GREEDY,
     PAGE,
     StepCase,
+    caught,
     compare_programs,
     compile_all,
+    compile_apart,
     decode_case,
-    numbers_of,
-    prefill_bucket,
     prefill_case,
-    prefill_chunks,
     profile_step,
+    sizes_of,
     time_step,
 )
+from dsv4jax.bench.trace import Profile
 from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig
@@ -70,14 +75,19 @@ _EXPERTS = flags.DEFINE_integer("experts", 384, "Routed experts per layer, of al
 _RANKS = flags.DEFINE_integer("ranks", 1, "Ranks of which the device emulates one.", 1)
 _ENGRAM = flags.DEFINE_integer("engram_vocab_size", 100_000, "Where the prime search for the Engram tables starts.")
 _DECODE = flags.DEFINE_list(
-    "decode", ["1x1x4096", "8x1x4096", "64x1x4096", "8x1x32768"], "Steps: requests x tokens per request x context."
+    "decode",
+    ["1/8/64x1x4096", "8x1x32768"],
+    "Steps: requests x tokens per request x context; several like 1/8/64 in a place stand for every combination.",
 )
 _PREFILL = flags.DEFINE_list("prefill", ["512", "2048"], "Steps: tokens, or tokens x cached tokens.")
 _REPLAY = flags.DEFINE_multi_enum(
     "replay", ["exact", "bounded"], ["exact", "bounded"], "Decoder layers over the prompt: all of it, or its end."
 )
-_CACHED_PREFIX = flags.DEFINE_string(
-    "cached_prefix", None, "new tokens x cached tokens x chunk: prefill with each improvement alone and all together."
+_PROMPTS = flags.DEFINE_list(
+    "prompts",
+    [],
+    "Whole prompts: new tokens x cached tokens x chunk, with each optimisation alone and one after the other; of"
+    " several chunks like 8192/2048, the others with all.",
 )
 _NUMERICS = flags.DEFINE_enum("numerics", "reference", ["reference", "fast"], "Where to round.")
 _IMPLEMENTATION = flags.DEFINE_enum(
@@ -85,9 +95,10 @@ _IMPLEMENTATION = flags.DEFINE_enum(
 )
 _COMPARE = flags.DEFINE_bool("compare", False, "Also compare prefill + decode with the whole-sequence run.")
 _CHECK_FLAGS = flags.DEFINE_bool("check_flags", False, "Only compare outputs and times under step_flags.VARIANTS.")
-_PROFILE = flags.DEFINE_string("profile", None, "Directory for a picture of every step by stage; the table is printed.")
-_REPEATS = flags.DEFINE_integer("repeats", 7, "Timed calls per point.", lower_bound=1)
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
+_PROFILE = flags.DEFINE_bool("profile", False, "Also the time and kernels of every stage.")
+_REPEATS = flags.DEFINE_integer("repeats", 7, "Timed calls per point and round.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Passes over all points, whose spread is reported.", lower_bound=1)
+_REPORT = flags.DEFINE_string("report", None, "Directory for the result files and their pages.")
 
 
 def measured_ceilings() -> dict[str, float]:
@@ -104,127 +115,95 @@ def measured_ceilings() -> dict[str, float]:
     return ceilings(by_the_clock, 1 << 22, 256)
 
 
-def run_cases(
-    cases: list[StepCase], params: Params, cfg: ModelConfig, numerics: Numerics, limits: dict[str, float]
-) -> list[dict]:
-    """Times, and with --profile stages, of every case."""
-    begin = time.perf_counter()
+def run_cases(result: Result, cases: list[StepCase], params: Params, cfg: ModelConfig, numerics: Numerics) -> None:
+    """Times of every case, once in each round, and its stages: with --profile those that were measured."""
     layout = emulated_rank(_RANKS.value)
-    lowered = [case.lower(params, cfg, numerics, layout) for case in cases]
-    programs = compile_all(lowered)
+    begin = time.perf_counter()
+    programs = compile_apart({case: functools.partial(case.lower, params, cfg, numerics, layout) for case in cases})
     print(f"{len(cases)} steps compiled in {time.perf_counter() - begin:.0f} s", flush=True)
-    records = []
-    for case, program in zip(cases, programs, strict=True):
-        cache = random_cache(cfg, case.cache_cfg, numerics)
-        waited, sent, output = time_step(program, params, cache, case.batch, _REPEATS.value)
-        # Each rank's experts stand for those of all ranks.
-        load = np.asarray(output.expert_load).reshape(cfg.num_hidden_layers, _RANKS.value, -1).sum(1)
-        costs = step_costs(cfg, case.shape)
-        floor = sum(cost.floor(limits) for cost in costs.values()) / 1e3
-        record = {
-            "step": case.name,
-            "milliseconds": sent * 1e3,
-            "milliseconds_waited_for": waited * 1e3,
-            "tokens_per_second": case.shape.tokens / sent,
-            "floor_milliseconds": floor,
-            "experts_in_use": float((load > 0).sum(1).mean()),
-        }
-        print(
-            f"{case.name:<36}{sent * 1e3:>10.2f} ms{waited * 1e3:>10.2f} waited for{floor:>10.2f} floor"
-            f"{case.shape.tokens / sent:>12.0f} tokens/s, {record['experts_in_use']:.1f} of {load.shape[1]} experts",
-            flush=True,
-        )
-        if _PROFILE.value:
-            # The last cache was given away.
-            spent = profile_step(program, params, random_cache(cfg, case.cache_cfg, numerics), case.batch)
-            lines = stage_lines(spent, costs, limits)
-            print(table(lines, spent, cfg.num_hidden_layers), flush=True)
-            print(f"without a kernel in the step as it runs: {1 - spent.busy / sent / 1e6:.1%}", flush=True)
-            launches = sorted(spent.launches.items(), key=lambda item: -item[1][1])
-            record |= {
-                "stages": [dataclasses.asdict(line) for line in lines],
-                "kernels": [
-                    {"stage": stage, "name": name, "launches": count, "microseconds": duration}
-                    for (stage, name), (count, duration) in launches
-                ],
-                "busy": spent.busy,
-                "span": spent.span,
-            }
-            file = Path(_PROFILE.value) / f"{re.sub('[^a-z0-9]+', '_', case.name)}.svg"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(picture(lines, case.name), encoding="utf-8")
-        records.append(record)
-    return records
+    for round_ in range(_ROUNDS.value):
+        for case in tqdm(cases, desc=f"round {round_ + 1} of {_ROUNDS.value}", unit="step"):
+            measure = functools.partial(time_case, result, case, programs[case], params, cfg, numerics)
+            result.attempt("steps", case.names, measure)
+    for case in cases:
+        rows = [row for row in result.rows["steps"] if row["step"] == case.name and "milliseconds" in row]
+        if rows:
+            median = statistics.median(row["milliseconds"] for row in rows)
+            spent, costs = None, step_costs(cfg, case.shape)
+            if _PROFILE.value:
+                cache = random_cache(cfg, case.cache_cfg, numerics)
+                spent = caught(functools.partial(profile_step, programs[case], params, cache, case.batch))
+            add_stages(result, case.name, median, costs, spent, cfg)
 
 
-def cached_prefix(
-    params: Params, cfg: ModelConfig, numerics: Numerics, new: int, cached: int, chunk: int
-) -> list[dict]:
-    """Prefill behind a cached prefix: seconds of all chunks, for each of three improvements alone and together.
-
-    The decoder half on the end of the prompt only; Engram tables on the device instead of host memory; `topk` instead
-    of XLA's sort, which makes no difference without kernels.
-    """
-    pages = ceil_div(cached + new, PAGE)
-    cache_cfg = CacheConfig(slots=1, pages=pages, page_size=PAGE)
-    chunks = prefill_chunks(cfg, new, cached, chunk)
-    token_map = np.asarray(params["engram_token_map"])
-    host, host_tables = _without_tables(params, cfg), RandomHostTables(cfg)
-    setups = [on for on in itertools.product((False, True), repeat=3) if sum(on) in (0, 1, 3)]
-
-    def batches(decoder_cut, on_device):
-        bucket = prefill_bucket(min(chunk, new), pages, "bounded" if decoder_cut else "exact")
-        for one in chunks:
-            batch = prefill_batch(cfg, cache_cfg, [one], bucket)
-            yield batch if on_device else with_engram_rows(cfg, batch, token_map, host_tables)
-
-    lowered = []
-    cache = jax.eval_shape(lambda: init_cache(cfg, cache_cfg, numerics))
-    for decoder_cut, on_device, own_topk in setups:
-        with contextlib.nullcontext() if own_topk else without_own_topk():
-            batch = next(batches(decoder_cut, on_device))
-            given = params if on_device else host
-            layout = emulated_rank(_RANKS.value)
-            lowered.append(prefill_step.lower(given, cache, batch, cfg=cfg, numerics=numerics, layout=layout))
-    records = []
-    for (decoder_cut, on_device, own_topk), program in zip(setups, compile_all(lowered), strict=True):
-        cache = random_cache(cfg, cache_cfg, numerics)
-        for _ in range(2):  # The second time counts.
-            begin = time.perf_counter()
-            for batch in batches(decoder_cut, on_device):
-                cache, output = program(params if on_device else host, cache, batch)
-            jax.block_until_ready(output.tokens)
-            seconds = time.perf_counter() - begin
-        records.append(
-            {
-                "decoder_cut": decoder_cut,
-                "tables_on_device": on_device,
-                "own_topk": own_topk,
-                "seconds": seconds,
-                "tokens_per_second": new / seconds,
-            }
-        )
-        switches = {"decoder cut": decoder_cut, "tables on device": on_device, "own top-k": own_topk}
-        names = [name for name, on in switches.items() if on]
-        gain = records[0]["seconds"] / seconds - 1
-        print(f"{new} behind {cached}: {' + '.join(names) or 'none':<44}{new / seconds:>10.0f} tokens/s {gain:+.1%}")
-    return records
+def time_case(
+    result: Result, case: StepCase, program: Any, params: Params, cfg: ModelConfig, numerics: Numerics
+) -> dict[str, Any]:
+    """Times of a step beside its floor."""
+    if isinstance(program, Exception):
+        raise program
+    cache = random_cache(cfg, case.cache_cfg, numerics)
+    waited, sent, output = time_step(program, params, cache, case.batch, _REPEATS.value)
+    # Each rank's experts stand for those of all ranks.
+    load = np.asarray(output.expert_load).reshape(cfg.num_hidden_layers, _RANKS.value, -1).sum(1)
+    costs = step_costs(cfg, case.shape)
+    return {
+        "milliseconds": sent * 1e3,
+        "milliseconds_waited_for": waited * 1e3,
+        "tokens_per_second": case.shape.tokens / sent,
+        "floor_milliseconds": sum(cost.floor(result.ceiling) for cost in costs.values()) / 1e3,
+        "experts_in_use": float((load > 0).sum(1).mean()),
+        "shape": dataclasses.asdict(case.shape),
+    }
 
 
-def _without_tables(params: Params, cfg: ModelConfig) -> Params:
-    layers = dict(params["layers"])
-    for i in cfg.engram_layer_ids:
-        engram = {name: leaf for name, leaf in layers[i]["engram"].items() if name != "embed"}
-        layers[i] = {**layers[i], "engram": engram}
-    return {**params, "layers": layers}
+def add_stages(
+    result: Result,
+    step: str,
+    milliseconds: float,
+    costs: dict[str, Cost],
+    spent: Profile | Exception | None,
+    cfg: ModelConfig,
+) -> None:
+    """Rows of a step's stages and, of a profile, its kernels; and what they say about the step."""
+    if isinstance(spent, Exception):
+        result.add_row("stages", {"step": step, "error": f"{type(spent).__name__}: {spent}"})
+        spent = None
+    lines = stage_lines(spent, costs, result.ceiling)
+    result.add_rows("stages", [{"step": step, **dataclasses.asdict(line)} for line in lines])
+    if spent:
+        print(f"{step}\n{table(lines, spent, cfg.num_hidden_layers)}", flush=True)
+        without = 1 - spent.busy / milliseconds / 1e3
+        print(f"without a kernel in the step as it runs: {without:.1%}", flush=True)
+        result.add_rows("profiles", [{"step": step, "busy": spent.busy, "span": spent.span}])
+        launches = sorted(spent.launches.items(), key=lambda item: -item[1][1])
+        kernels = [
+            {"step": step, "stage": stage, "name": name, "launches": count, "microseconds": duration}
+            for (stage, name), (count, duration) in launches
+        ]
+        result.add_rows("kernels", kernels)
+    result.verdicts += step_verdicts(step, milliseconds, lines, spent)
 
 
-def check_flags(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[dict]:
+def run_prompts(result: Result, cases: list[PromptCase], params: Params, cfg: ModelConfig, numerics: Numerics) -> None:
+    """Prefill of whole prompts, once in each round."""
+    layout, host_tables = emulated_rank(_RANKS.value), RandomHostTables(cfg)
+    # All are lowered first: those without the own top-k drop what JAX has cached.
+    lower = [functools.partial(case.lower, params, cfg, numerics, layout, host_tables) for case in cases]
+    lowered = dict(zip(cases, map(caught, lower), strict=True))
+    programs = compile_apart({case: functools.partial(lowered.get, case) for case in cases})
+    for round_ in range(_ROUNDS.value):
+        for case in tqdm(cases, desc=f"round {round_ + 1} of {_ROUNDS.value}", unit="prompt"):
+            measure = functools.partial(case.measure, programs[case], params, cfg, numerics, host_tables)
+            result.attempt("prompts", case.names, measure)
+    result.verdicts += prompt_verdicts(result.rows["prompts"])
+
+
+def check_flags(result: Result, params: Params, cfg: ModelConfig, numerics: Numerics) -> None:
     """Whether `step_flags.VARIANTS` give the same bits, and their times, for a decode and a prefill step.
 
     A variant that this XLA does not know is told apart from one whose results differ.
     """
-    records = []
     for case in (decode_case(cfg, 8, 2, 2048), prefill_case(cfg, 512, 1024, "bounded")):
         lowered = case.lower(params, cfg, numerics, emulated_rank(_RANKS.value))
         programs, unknown = {}, {}
@@ -239,14 +218,12 @@ def check_flags(params: Params, cfg: ModelConfig, numerics: Numerics) -> list[di
             record = {"step": case.name, "flags": name}
             if name in unknown:
                 record["unknown"] = unknown[name]
-                print(f"{case.name:<32}{name:<24}not known to this XLA: {unknown[name]}", flush=True)
             else:
                 _, sent, _ = time_step(programs[name], params, make_cache(), case.batch, _REPEATS.value)
                 record |= {"equal": equal[name], "milliseconds": sent * 1e3}
-                same = "same bits" if equal[name] else "DIFFERENT"
-                print(f"{case.name:<32}{name:<24}{sent * 1e3:>10.2f} ms  {same}", flush=True)
-            records.append(record)
-    return records
+                if not equal[name]:
+                    result.verdicts.append(f"{case.name}: the results under {name} are DIFFERENT bits")
+            result.add_row("flags", record)
 
 
 def compare_with_forward(params: Params, cfg: ModelConfig, numerics: Numerics, length: int = 600) -> dict[str, float]:
@@ -275,56 +252,121 @@ def compare_with_forward(params: Params, cfg: ModelConfig, numerics: Numerics, l
     }
 
 
-def measure(cfg: ModelConfig) -> dict:
+_STEP = Axis("step", "ms", log=True)
+_KEYS = {"steps": ("step",), "stages": ("step", "stage"), "profiles": ("step",), "flags": ("step", "flags")}
+_STAGE_PLOT = Plot("stacked", "What steps consist of", "stages", "step", ("microseconds",), Axis("step"),
+                   Axis("time of kernels", "us"), by=("stage",))  # fmt: skip
+_FLOOR_PLOT = Plot("stacked", "What their floors consist of", "stages", "step", ("floor_microseconds",), Axis("step"),
+                   Axis("floor", "us"), by=("stage",))  # fmt: skip
+_CONTROL = {
+    "what": "time of the fewest bytes and operations at the ceilings of the run",
+    "column": "floor_milliseconds",
+}
+
+
+def forward_result(given: dict[str, Any], limits: dict[str, Any]) -> Result:
+    """Of the experiment "forward", empty."""
+    by = ("requests", "tokens_per_request")
+    return Result(
+        "forward",
+        given,
+        keys={**_KEYS, "steps": ("step", "requests", "tokens_per_request", "context")},
+        control=_CONTROL,
+        ceiling=limits,
+        plots=[
+            Plot("line", "Time of a decode step", "steps", "context", ("milliseconds",),
+                 Axis("context", "tokens", log=True), _STEP, by=by),
+            Plot("line", "Its floor", "steps", "context", ("floor_milliseconds",),
+                 Axis("context", "tokens", log=True), _STEP, by=by),
+            *([_STAGE_PLOT] if _PROFILE.value else []),
+            _FLOOR_PLOT,
+        ],
+        echo=True,
+    )  # fmt: skip
+
+
+def prefill_result(given: dict[str, Any], limits: dict[str, Any]) -> Result:
+    """Of the experiment "prefill", empty."""
+    order = ", ".join(OPTIMISATIONS).replace("_", " ")
+    speed, by = Axis("speed", "tokens/s"), ("new", "cached", "chunk")
+    return Result(
+        "prefill",
+        given,
+        keys={**_KEYS, "steps": ("step", "tokens", "cached", "replay"), "prompts": (*by, "optimisations")},
+        control={**_CONTROL, "prompts": "optimisations: none", "order of cumulative optimisations": order},
+        ceiling=limits,
+        plots=[
+            Plot("bar", "Whole prompts", "prompts", "optimisations", ("tokens_per_second",), Axis("optimisations"),
+                 speed, by=by),
+            Plot("line", "Single steps", "steps", "tokens", ("tokens_per_second",), Axis("tokens", log=True),
+                 speed, by=("cached", "replay")),
+            *([_STAGE_PLOT] if _PROFILE.value else []),
+            _FLOOR_PLOT,
+        ],
+        echo=True,
+    )  # fmt: skip
+
+
+def measure(cfg: ModelConfig) -> None:
     """Everything that the flags ask for."""
     numerics, why = with_implementation(
         FAST if _NUMERICS.value == "fast" else REFERENCE, _IMPLEMENTATION.value, cfg, PAGE
     )
-    decode = [numbers_of("decode", text, (3,)) for text in _DECODE.value]
-    prefill = [numbers_of("prefill", text, (1, 2)) for text in _PREFILL.value]
-    prefix = numbers_of("cached_prefix", _CACHED_PREFIX.value, (3,)) if _CACHED_PREFIX.value else None
     ranks = _RANKS.value
+    decode = [decode_case(cfg, *sizes, ranks) for text in _DECODE.value for sizes in sizes_of("decode", text, (3,))]
+    prefill = [
+        prefill_case(cfg, tokens, sum(cached), replay, ranks)
+        for text in _PREFILL.value
+        for tokens, *cached in sizes_of("prefill", text, (1, 2))
+        for replay in _REPLAY.value
+    ]
+    prompts = []
+    for text in _PROMPTS.value:
+        sizes = sizes_of("prompts", text, (3,), may_be_zero=(1,))
+        for prompt in dict.fromkeys(one[:2] for one in sizes):
+            prompts += prompt_cases(*prompt, [one[2] for one in sizes if one[:2] == prompt])
     if _COMPARE.value and ranks > 1:
         raise app.UsageError(f"--compare with --ranks={ranks}: an emulated rank computes another model")
     begin = time.perf_counter()
     params = jax.block_until_ready(random_params(cfg, numerics, emulated_rank(ranks)))
     seconds = time.perf_counter() - begin
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "numerics": _NUMERICS.value,
-        "implementation": numerics.implementation,
-        "modes": [cfg.mode(i) for i in range(cfg.num_hidden_layers)],
-        "experts": cfg.n_routed_experts,
-        "emulated_ranks": ranks,
-        "parameter_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
-        "drawing_seconds": seconds,
-        "ceilings": measured_ceilings(),
-    }
-    print(f"{numerics.implementation}{f' ({why})' if why else ''}")
-    print(f"{report['parameter_bytes'] / 2**30:.1f} GiB drawn in {seconds:.1f} s")
-    print(", ".join(f"{name} {rate / 1e12:.2f} T/s" for name, rate in report["ceilings"].items()), flush=True)
-    if _CHECK_FLAGS.value:
-        return report | {"flags": check_flags(params, cfg, numerics)}
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    limits = {"what": "measured in the same run, bytes and operations per second", **measured_ceilings()}
+    given = conditions(
+        model=_MODEL.value or f"released widths, {cfg.num_hidden_layers} layers, {cfg.n_routed_experts} experts",
+        layout=f"one rank of {ranks}, the exchange by copies on the device" if ranks > 1 else "one device",
+        flags=flag_values(globals()),
+        seed=0,
+        devices=jax.devices(),
+        numerics=_NUMERICS.value,
+        implementation=numerics.implementation,
+        modes=[cfg.mode(i) for i in range(cfg.num_hidden_layers)],
+        experts=cfg.n_routed_experts,
+        emulated_ranks=ranks,
+        parameter_bytes=size,
+        drawing_seconds=seconds,
+    )
     if ranks > 1:
-        report["exchange_bytes_per_layer_and_token"] = exchange_bytes(
-            ranks, 1, cfg.hidden_size, cfg.num_experts_per_tok
-        )
-        print(f"one rank of {ranks}, the exchange by copies on the device", flush=True)
-    if _COMPARE.value:
-        report["prefill_decode_against_forward"] = compare_with_forward(params, cfg, numerics)
-        print(report["prefill_decode_against_forward"], flush=True)
-    cases = [decode_case(cfg, *numbers, ranks) for numbers in decode]
-    cases += [
-        prefill_case(cfg, numbers[0], sum(numbers[1:]), replay, ranks)
-        for numbers in prefill
-        for replay in _REPLAY.value
-    ]
-    report["steps"] = run_cases(cases, params, cfg, numerics, report["ceilings"])
-    if prefix:
-        report["cached_prefix"] = cached_prefix(params, cfg, numerics, *prefix)
-    return report
+        dispatch, combine = exchange_bytes(ranks, 1, cfg.hidden_size, cfg.num_experts_per_tok)
+        given["exchange_bytes_per_layer_and_token"] = [dispatch, combine]
+    print(f"{numerics.implementation}{f' ({why})' if why else ''}, {given['layout']}")
+    print(f"{size / 2**30:.1f} GiB drawn in {seconds:.1f} s")
+    rates = {name: rate for name, rate in limits.items() if name != "what"}
+    print(", ".join(f"{name} {rate / 1e12:.2f} T/s" for name, rate in rates.items()), flush=True)
+    if decode or _CHECK_FLAGS.value or _COMPARE.value:
+        with reported(_REPORT.value, forward_result(given, limits)) as result:
+            if _CHECK_FLAGS.value:
+                return check_flags(result, params, cfg, numerics)
+            if _COMPARE.value:
+                result.add_row("prefill_decode_against_forward", compare_with_forward(params, cfg, numerics))
+            if decode:
+                run_cases(result, decode, params, cfg, numerics)
+    if prefill or prompts:
+        with reported(_REPORT.value, prefill_result(given, limits)) as result:
+            if prefill:
+                run_cases(result, prefill, params, cfg, numerics)
+            if prompts:
+                run_prompts(result, prompts, params, cfg, numerics)
 
 
 def main(argv: list[str]) -> None:
@@ -339,7 +381,7 @@ def main(argv: list[str]) -> None:
             "dspark_n_routed_experts": ceil_div(8, _RANKS.value) * _RANKS.value,
         }
         cfg = reduced_config(_LAYERS.value, **sizes)
-    Path(_OUTPUT.value).write_text(json.dumps(measure(cfg), indent=1) + "\n", encoding="utf-8")
+    measure(cfg)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import gzip
 import json
 import re
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import jax
@@ -17,10 +16,12 @@ from absl import flags
 from absl.testing import flagsaver
 from golden import small_model
 
+from dsv4jax.bench import prefill
 from dsv4jax.bench.costs import Cost, StepShape, step_costs
 from dsv4jax.bench.random_state import RandomHostTables, random_cache, random_params
-from dsv4jax.bench.report import picture, stage_lines, table
-from dsv4jax.bench.steps import PAGE, compare_programs, decode_case, prefill_case, prefill_chunks
+from dsv4jax.bench.result import Result, load
+from dsv4jax.bench.stages import stage_lines, step_verdicts, table
+from dsv4jax.bench.steps import PAGE, compare_programs, decode_case, prefill_case, prefill_chunks, sizes_of
 from dsv4jax.bench.trace import (
     OTHER,
     STAGES,
@@ -258,7 +259,7 @@ def test_a_floor_is_the_larger_of_bytes_and_operations():
     assert Cost(bytes=1, fp8=1.5e12, bf16=0.8e12).floor(RATES) == pytest.approx(2000)
 
 
-def test_table_and_picture_show_every_stage_with_its_share_of_the_floor():
+def test_a_table_shows_every_stage_with_its_share_of_the_floor():
     spent = profile(
         [[Kernel("k", "a", 0.0, 60.0), Kernel("k", "b", 80.0, 20.0)]], {"a": "jit(f)/experts/x", "b": "jit(f)/head/y"}
     )
@@ -267,11 +268,28 @@ def test_table_and_picture_show_every_stage_with_its_share_of_the_floor():
     text = table(lines, spent, layers=2)
     assert re.search(r"^experts +1\.0 +60\.0 +75\.0% +120\.0 +0\.0 +30\.0 +50%$", text, re.M)
     assert "1.0 kernels per layer; from first to last 100.0 us, of which nothing ran for 20.0 (20.0%)" in text
-    root = ET.fromstring(picture(lines, "decode <16 x 6>"))
-    bars = [bar for bar in root.iter("{http://www.w3.org/2000/svg}rect") if bar.get("x")]
-    widths = [float(bar.get("width")) for bar in bars]
-    assert widths[2] == pytest.approx(2 * widths[3]) and widths[2] == max(widths)
-    assert "decode <16 x 6>" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_a_step_is_said_to_be_limited_by_what_takes_at_least_half_of_it():
+    costs = {"experts": Cost(bytes=4e12 * 30e-6), "head": Cost(fp8=1500e12 * 10e-6)}
+
+    def verdicts(experts: float, head: float, milliseconds: float, profiled: bool = True) -> list[str]:
+        kernels = [Kernel("k", "a", 0.0, experts), Kernel("k", "b", experts, head)]
+        spent = profile([kernels], {"a": "jit(f)/experts/x", "b": "jit(f)/head/y"})
+        given = spent if profiled else None
+        return step_verdicts("s", milliseconds, stage_lines(given, costs, RATES), given)
+
+    distance = "s: takes 2.5 times what its bytes and operations would"
+    assert verdicts(61, 39, 0.1) == ["s: limited by expert reads: 61% of the step", distance]
+    assert verdicts(39, 61, 0.1)[0] == "s: limited by head products: 61% of the step"
+    assert verdicts(50, 50, 0.1)[0] == "s: limited by expert reads: 50% of the step"
+    assert verdicts(49, 30, 0.1)[0] == "s: no part alone limits the step: the largest is expert reads, 49%"
+    assert verdicts(10, 10, 0.1)[0] == "s: limited by time without a kernel: 80% of the step"
+    assert verdicts(1, 1, 0.1, profiled=False) == [f"{distance}; that floor is limited by expert reads: 75% of it"]
+    lines = stage_lines(None, costs, RATES)
+    assert [(line.stage, line.bound_by, line.kernels) for line in lines] == [
+        ("experts", "reads", None), ("head", "products", None)
+    ]  # fmt: skip
 
 
 # Steps
@@ -334,51 +352,86 @@ def test_random_caches_and_host_tables_hold_finite_records(tiny):
     assert np.isfinite(found.weight.astype(np.float32)).all()
 
 
+def test_sizes_stand_for_every_combination():
+    assert sizes_of("decode", "1/8x6x1024/2048", (3,)) == [(1, 6, 1024), (1, 6, 2048), (8, 6, 1024), (8, 6, 2048)]
+    assert sizes_of("prompts", "8x0x4", (3,), may_be_zero=(1,)) == [(8, 0, 4)]
+    for text in ("8x0x4", "8x/1x4", "8xx4", "-1x1x4"):
+        with pytest.raises(ValueError, match=f"--decode={text}: must be NxNxN, whole numbers of at least 1"):
+            sizes_of("decode", text, (3,))
+
+
+def test_optimisations_are_tried_alone_and_then_one_after_the_other():
+    cut, tables, topk = prefill.OPTIMISATIONS
+    found = [case.optimisations for case in prefill.prompt_cases(8, 0, (4, 2))]
+    assert found == [set(), {cut}, {tables}, {topk}, {cut, tables}, {cut, tables, topk}, {cut, tables, topk}]
+    names = [case.names for case in prefill.prompt_cases(8, 0, (4, 2))]
+    assert names[0]["optimisations"] == "none" and names[4]["optimisations"] == "decoder cut + tables on device"
+    assert [name["chunk"] for name in names] == [4] * 6 + [2]
+    # Four tokens a second without any, five and ten with the first and with all; the median of repeats counts.
+    taken = [((), 2.0), ((), 1.0), ((), 3.0), ((cut,), 1.6), (prefill.OPTIMISATIONS, 0.8)]
+    rows = [
+        {"new": 8, "cached": 0, "chunk": 4, "seconds": seconds, **{one: one in on for one in prefill.OPTIMISATIONS}}
+        for on, seconds in taken
+    ] + [{"new": 8, "cached": 0, "chunk": 2, "error": "out of memory"}]
+    assert prefill.prompt_verdicts(rows) == [
+        "8 tokens behind 0 in chunks of 4: 10 tokens/s with all optimisations",
+        "8 tokens behind 0 in chunks of 4, against none: decoder cut +25.0%,"
+        " decoder cut + tables on device + own topk +150.0%",
+    ]
+
+
 # The script
 
 
 @pytest.fixture
 def script(tmp_path, tiny, params, monkeypatch):
-    """Runs it on the tiny model; returns what it wrote."""
+    """Runs it on the tiny model; returns the results that it wrote, by experiment."""
     monkeypatch.setattr(bench_steps, "random_params", lambda cfg, numerics, layout: params)
     (tmp_path / "config.json").write_text(json.dumps(tiny.to_dict()))
 
-    def run(*arguments: str) -> dict:
-        output = tmp_path / "out.json"
+    def run(*arguments: str) -> dict[str, Result]:
         with flagsaver.flagsaver():
-            flags.FLAGS(["bench", f"--model={tmp_path}", f"--output={output}", "--repeats=1", *arguments])
+            flags.FLAGS(["bench", f"--model={tmp_path}", f"--report={tmp_path}", "--repeats=1", *arguments])
             bench_steps.main(["bench"])
-        return json.loads(output.read_text())
+        pages = {path.stem: path.read_text() for path in tmp_path.glob("*.html")}
+        assert all(f"<h1>{name}</h1>" in page for name, page in pages.items())
+        return {name: load(tmp_path / f"{name}.json") for name in pages}
 
     return run
 
 
 @pytest.mark.timeout(300)
-def test_the_script_times_an_emulated_rank_and_reports_its_stages(script, tmp_path, monkeypatch, capsys):
-    compiled = functools.cache(lambda lowered: lowered.compile())  # Command buffers mean nothing to a CPU.
-    monkeypatch.setattr(bench_steps, "compile_all", lambda lowered, options=None: [compiled(one) for one in lowered])
-    report = script("--ranks=4", "--decode=2x2x40", "--prefill=", f"--profile={tmp_path / 'pictures'}")
-    assert report["emulated_ranks"] == 4 and report["implementation"] == "reference"
-    (step,) = report["steps"]
-    assert step["step"] == "decode 2 x 2 at 40" and step["milliseconds"] > 0 and 1 <= step["experts_in_use"] <= 2
-    seen = {line["stage"] for line in step["stages"] if line["kernels"]}
+def test_the_script_times_an_emulated_rank_and_reports_its_stages(script, capsys):
+    (result,) = script("--ranks=4", "--decode=2x2x40", "--prefill=", "--profile", "--rounds=2").values()
+    assert result.experiment == "forward" and not result.interrupted
+    assert result.conditions["emulated_ranks"] == 4 and result.conditions["implementation"] == "reference"
+    assert result.conditions["flags"]["rounds"] == 2 and result.ceiling["copy"] > 0
+    one, two = result.rows["steps"]
+    assert one["step"] == "decode 2 x 2 at 40" == two["step"] and (one["requests"], one["context"]) == (2, 40)
+    assert one["milliseconds"] > 0 and 1 <= one["experts_in_use"] <= 2 and one["tokens_per_request"] == 2
+    assert one["tokens_per_second"] == pytest.approx(4e3 / one["milliseconds"])
+    assert StepShape(**one["shape"]) == StepShape(2, 4, 40, 4, 4, 4)
+    stages = result.rows["stages"]
+    assert sum(line["floor_microseconds"] for line in stages) == pytest.approx(one["floor_milliseconds"] * 1e3)
     # XLA may join the gather of the embedding and the sum of the combine with what follows.
-    assert seen >= set(STAGES) - {"embed", "combine"}
-    ET.parse(tmp_path / "pictures" / "decode_2_x_2_at_40.svg")
+    assert {line["stage"] for line in stages if line["kernels"]} >= set(STAGES) - {"embed", "combine"}
+    assert result.rows["kernels"] and result.rows["profiles"][0]["busy"] > 0
+    assert len(result.verdicts) == 2 and result.verdicts[1].startswith("decode 2 x 2 at 40: takes ")
     printed = capsys.readouterr().out
     assert "one rank of 4, the exchange by copies on the device" in printed
     assert re.search(r"^sparse_attention +\d", printed, re.M)
 
 
-def test_the_script_runs_all_chunks_behind_a_prefix_with_each_improvement_alone_and_together(
-    script, monkeypatch, capsys
-):
+def test_the_script_runs_all_chunks_behind_a_prefix_with_each_optimisation_alone_and_cumulatively(script, monkeypatch):
     seen = []
 
     class Lowered:
         def __init__(self, params, cache, batch, cfg, numerics, layout):
             self.tables = "embed" in params["layers"][cfg.engram_layer_ids[0]]["engram"]
             self.replay, self.topk = batch.replay, kernel.topk_pallas.__name__
+
+        def compile(self):
+            return self
 
         def __call__(self, params, cache, batch):
             assert self.tables == ("embed" in params["layers"][0]["engram"]) == (not batch.engram_rows)
@@ -388,18 +441,32 @@ def test_the_script_runs_all_chunks_behind_a_prefix_with_each_improvement_alone_
     class Step:
         lower = staticmethod(lambda params, cache, batch, **static: Lowered(params, cache, batch, **static))
 
-    monkeypatch.setattr(bench_steps, "prefill_step", Step)
-    monkeypatch.setattr(bench_steps, "compile_all", list)
-    monkeypatch.setattr(bench_steps, "random_cache", lambda *_: None)
-    report = script("--decode=", "--prefill=", "--cached_prefix=100x64x64")
+    monkeypatch.setattr(prefill, "prefill_step", Step)
+    monkeypatch.setattr(prefill, "random_cache", lambda *_: None)
+    (result,) = script("--decode=", "--prefill=", "--prompts=100x64x64/128", "--rounds=1").values()
     own, other = "topk_pallas", "topk_reference"
-    setups = [("exact", False, other), ("exact", False, own), ("exact", True, other), ("bounded", False, other)]
-    setups.append(("bounded", True, own))
+    setups = [("exact", False, other), ("bounded", False, other), ("exact", True, other), ("exact", False, own)]
+    setups += [("bounded", True, other), ("bounded", True, own)]
     chunks = [(64, 64), (128, 36)]
-    assert seen == [(*setup, *chunk) for setup in setups for _ in range(2) for chunk in chunks]
-    switches = [[r[name] for name in ("decoder_cut", "tables_on_device", "own_topk")] for r in report["cached_prefix"]]
-    assert [sum(on) for on in switches] == [0, 1, 1, 1, 3]
-    assert "decoder cut + tables on device + own top-k" in capsys.readouterr().out
+    expected = [(*setup, *chunk) for setup in setups for _ in range(2) for chunk in chunks]
+    assert seen == expected + [("bounded", True, own, 64, 100)] * 2
+    rows = result.rows["prompts"]
+    assert [sum(row[name] for name in prefill.OPTIMISATIONS) for row in rows] == [0, 1, 1, 1, 2, 3, 3]
+    assert all(row["tokens_per_second"] == pytest.approx(100 / row["seconds"]) for row in rows)
+    assert any("decoder cut + tables on device + own topk" in line for line in result.verdicts)
+
+
+def test_a_step_that_fails_is_a_row_with_its_error(script, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(bench_steps, "random_cache", fails)
+    monkeypatch.setattr(bench_steps, "compile_apart", lambda lowerings: dict.fromkeys(lowerings))
+    results = script("--decode=1x1x40", "--prefill=64", "--rounds=1", "--replay=exact")
+    assert results.keys() == {"forward", "prefill"}
+    for result in results.values():
+        (row,) = result.rows["steps"]
+        assert row["error"] == "RuntimeError: out of memory" and not result.verdicts
 
 
 @pytest.mark.parametrize(
@@ -408,7 +475,7 @@ def test_the_script_runs_all_chunks_behind_a_prefix_with_each_improvement_alone_
         ("--decode=16x6", "--decode=16x6: must be NxNxN, whole numbers of at least 1"),
         ("--decode=1x0x5", "--decode=1x0x5: must be NxNxN"),
         ("--prefill=8k", "--prefill=8k: must be N or NxN"),
-        ("--cached_prefix=100x64", "--cached_prefix=100x64: must be NxNxN"),
+        ("--prompts=100x64", "--prompts=100x64: must be NxNxN"),
         ("--compare --ranks=2", "--compare with --ranks=2: an emulated rank computes another model"),
         ("--implementation=pallas", 'implementation = "pallas": the device is cpu'),
     ],

@@ -207,3 +207,11 @@ def test_records_survive_json_and_contradictions_are_refused():
 
 def test_tokens_without_times_of_their_own_are_spread_over_chunks():
     assert spread(7, 3) == (3, 2, 2) and spread(2, 3) == (1, 1, 0) and spread(0, 2) == (0, 0) and spread(5, 0) == ()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 4), max_size=8), st.sets(st.integers(3, 10), max_size=3))
+def test_shares_of_windows_are_those_of_the_whole(tokens, cuts):
+    m, bounds = measurement(tokens=tokens), [0.0, *map(float, sorted(cuts)), 20.0]
+    parts = [inter_token_seconds(m, Window(*pair)) for pair in itertools.pairwise(bounds)]
+    np.testing.assert_array_equal(np.concatenate(parts), inter_token_seconds(m))

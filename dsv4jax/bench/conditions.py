@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from absl.flags import FlagHolder
+
 import dsv4jax
 
 _PACKAGES = ("jax", "jaxlib", "numpy")
@@ -55,6 +57,11 @@ def conditions(
         "flags": dict(flags),
         **others,
     }
+
+
+def flag_values(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of the flags among the global names of a script."""
+    return {flag.name: flag.value for flag in names.values() if isinstance(flag, FlagHolder)}
 
 
 def commit() -> str | None:

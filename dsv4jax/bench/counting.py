@@ -247,17 +247,20 @@ def percentiles(values: Sequence[float] | Float64[np.ndarray, " values"]) -> Per
     return Percentiles(p50, p90, p99, most, len(values))
 
 
-def inter_token_seconds(measurement: Measurement) -> Float64[np.ndarray, " tokens"]:
-    """Per token that came after the first chunk: its share of the time since the chunk before."""
-    pauses, tokens = _pauses(measurement)
-    return np.repeat(pauses / tokens, tokens)
+def inter_token_seconds(measurement: Measurement, window: Window | None = None) -> Float64[np.ndarray, " tokens"]:
+    """Per token that came after the first chunk, in the window if there is one: its share of the time since the chunk
+    before."""
+    pauses, tokens, ends = _pauses(measurement)
+    if window is None:
+        return np.repeat(pauses / tokens, tokens)
+    return np.repeat(pauses / tokens, tokens * ((window.begin < ends) & (ends <= window.end)))
 
 
-def _pauses(measurement: Measurement) -> tuple[np.ndarray, np.ndarray]:
-    """Times between chunks with tokens, and the tokens of the later chunk of each."""
+def _pauses(measurement: Measurement) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Times between chunks with tokens, and of the later chunk of each its tokens and when it came."""
     tokens = np.asarray(measurement.chunk_tokens, np.int64)
     seconds = np.asarray(measurement.chunk_seconds, np.float64)[tokens > 0]
-    return np.diff(seconds), tokens[tokens > 0][1:]
+    return np.diff(seconds), tokens[tokens > 0][1:], seconds[1:]
 
 
 def _counted(measurements: Sequence[Measurement], window: Window) -> tuple[list[Measurement], Excluded]:

@@ -21,7 +21,7 @@ from dsv4jax.bench.steps import PAGE, cache_shapes, time_step
 from dsv4jax.cache import Cache, CacheConfig, DraftNoise
 from dsv4jax.config import ModelConfig
 from dsv4jax.draft_counts import StepCosts
-from dsv4jax.draft_statistics import DraftStatistics, step_statistics
+from dsv4jax.draft_statistics import BINS, DraftStatistics, step_statistics
 from dsv4jax.numerics import Numerics
 from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
@@ -199,3 +199,45 @@ class DraftCase:
 def mean_length(law: np.ndarray) -> float:
     """Tokens of a step that verifies all drafts of a law, on average."""
     return 1 + float(np.cumprod(law).sum())
+
+
+def reliability(statistics: DraftStatistics) -> list[dict[str, Any]]:
+    """Reliability table of the confidence head, a row per bin with drafts in it.
+
+    `survival` is the bin, `predicted` the mean survival there, that is the probability that a draft and all before it
+    stand, and `accepted` the share that stood: they are equal for a head that knows. Where drafts are chosen by their
+    confidences, only those that were chosen count.
+    """
+    verified, accepted = np.asarray(statistics.bin_verified), np.asarray(statistics.bin_accepted)
+    predicted = np.asarray(statistics.predicted)
+    return [
+        {
+            "survival": f"{i / BINS:.1f} to {(i + 1) / BINS:.1f}",
+            "drafts": int(verified[i]),
+            "predicted": float(predicted[i] / verified[i]),
+            "accepted": float(accepted[i] / verified[i]),
+        }
+        for i in range(BINS)
+        if verified[i]
+    ]
+
+
+def acceptance(statistics: DraftStatistics) -> list[dict[str, Any]]:
+    """Acceptance by place of a draft, a row per place that was verified.
+
+    `accepted` is the share of those that stood, and all before them; `given_earlier` of those whose earlier drafts did.
+    """
+    verified, accepted = np.asarray(statistics.verified), np.asarray(statistics.accepted)
+    rows = []
+    for i in np.flatnonzero(verified):
+        # Drafts are verified with all before them: so many had their earlier ones accepted, of more verified at i - 1.
+        before = verified[i] if i == 0 else accepted[i - 1] * verified[i] / verified[i - 1]
+        rows.append(
+            {
+                "position": int(i) + 1,
+                "drafts": int(verified[i]),
+                "accepted": float(accepted[i] / verified[i]),
+                "given_earlier": float(accepted[i] / before) if before else None,
+            }
+        )
+    return rows

@@ -89,6 +89,10 @@ class Measurement:
         """As JSON has it; `from_dict` reads it back unchanged."""
         return dataclasses.asdict(self)
 
+    def without_chunks(self) -> dict[str, Any]:
+        """As JSON has it, without the times of chunks, which are most of a record."""
+        return {name: value for name, value in self.as_dict().items() if not name.startswith("chunk_")}
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Measurement":
         """Inverse of `as_dict`.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from dsv4jax.bench.plots import REQUESTS, Axis, Plot
 
@@ -17,10 +18,12 @@ EXPERIMENTS = {
     "decode": "Decoding through the engine, beside the same step alone",
     "prefill": "Prefill, cold and behind a cached prefix, with each optimisation on and off",
     "ranks": "The same requests on every rank at once, then one rank after the other",
-    "routing": "How unevenly experts are loaded, beside uniform routing of the same batch",
+    "routing": "Exchanges and steps over all devices, with the model's, uniform and skewed routing of the same batch",
+    "balance": "How unevenly experts are loaded before and after rearranging, beside uniform routing of the same batch",
     "admission": "What it costs the host to admit requests, and what running ones notice of it",
     "agents": "Sessions of many turns with shared prefixes",
     "speculation": "Drafting and verifying, beside plain decoding",
+    "acceptance": "How many drafts stand, by position and task, and how well confidences predict it",
     "slow_rank": "What one rank with a slow host costs all others",
     "plan": "Layouts and batches that meet targets, by a model of cost",
 }
@@ -74,19 +77,23 @@ class Result:
         self.rows = {table: [self._row(table, row) for row in rows] for table, rows in self.rows.items()}
 
     def add_row(self, table: str, row: Mapping[str, Any]) -> None:
-        """Adds a row to a table and writes the file.
+        """Adds a row to a table, writes the file and with `echo` prints the row.
 
         Raises:
           ValueError: a value that JSON has no form for, by table and column.
         """
-        if table == REQUESTS:
-            raise ValueError(f"rows: {REQUESTS!r} is the name of the raw records")
-        plain = self._row(table, row)
-        self.rows.setdefault(table, []).append(plain)
-        self._write()
+        self.add_rows(table, [row])
         if self.echo:
             shown = (f"{name} {text_of(value)}" for name, value in row.items() if not isinstance(value, (list, dict)))
-            print(f"{table}: {', '.join(shown)}", flush=True)
+            with tqdm.external_write_mode():
+                print(f"{table}: {', '.join(shown)}", flush=True)
+
+    def add_rows(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds rows that belong together and writes the file once. Raises as `add_row`."""
+        if table == REQUESTS:
+            raise ValueError(f"rows: {REQUESTS!r} is the name of the raw records")
+        self.rows.setdefault(table, []).extend([self._row(table, row) for row in rows])
+        self._write()
 
     def add_requests(self, requests: Sequence[Mapping[str, Any]]) -> None:
         """Adds raw records and writes the file. Raises as `add_row`."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import statistics
 import tempfile
@@ -46,10 +47,16 @@ class StepCase:
     """One step at one size."""
 
     name: str
+    sizes: Mapping[str, Any]
     step: Callable[..., Any]
     cache_cfg: CacheConfig
     batch: StepBatch
     shape: StepShape
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """What tells it from others."""
+        return {"step": self.name, **self.sizes}
 
     def lower(
         self, params: Params, cfg: ModelConfig, numerics: Numerics, layout: Layout = SINGLE
@@ -70,17 +77,27 @@ def cache_shapes(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics, l
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.by_rank), shapes)
 
 
-def numbers_of(flag: str, text: str, counts: tuple[int, ...]) -> list[int]:
-    """The numbers of a flag's value, which are separated by x and as many as one of `counts` says.
+def sizes_of(flag: str, text: str, counts: tuple[int, ...], may_be_zero: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    """The sizes that a flag's value stands for: numbers separated by x, as many as one of `counts` says.
+
+    In each place there may be several numbers, separated by a slash: then every combination is meant.
+
+    Args:
+      may_be_zero: places whose numbers may be 0.
 
     Raises:
-      ValueError: they are not.
+      ValueError: it is not of this form.
     """
-    numbers = text.split("x")
-    if len(numbers) not in counts or not all(number.isdecimal() and int(number) for number in numbers):
+    places = [place.split("/") for place in text.split("x")]
+    least = [0 if place in may_be_zero else 1 for place in range(len(places))]
+    if len(places) not in counts or not all(
+        number.isdecimal() and int(number) >= low
+        for numbers, low in zip(places, least, strict=True)
+        for number in numbers
+    ):
         wanted = " or ".join("x".join("N" * count) for count in counts)
-        raise ValueError(f"--{flag}={text}: must be {wanted}, whole numbers of at least 1")
-    return [int(number) for number in numbers]
+        raise ValueError(f"--{flag}={text}: must be {wanted}, whole numbers of at least 1, or several like 1/8/64")
+    return list(itertools.product(*([int(number) for number in numbers] for numbers in places)))
 
 
 def decode_case(cfg: ModelConfig, requests: int, tokens: int, context: int, ranks: int = 1) -> StepCase:
@@ -92,7 +109,8 @@ def decode_case(cfg: ModelConfig, requests: int, tokens: int, context: int, rank
     batch = decode_batch(cfg, cache_cfg, rows, DecodeBucket(requests, pages, tokens))
     n = requests * tokens
     name = f"decode {requests} x {tokens} at {context}"
-    return StepCase(name, decode_step, cache_cfg, batch, StepShape(requests, n, context, n, n, ranks))
+    sizes = {"requests": requests, "tokens_per_request": tokens, "context": context}
+    return StepCase(name, sizes, decode_step, cache_cfg, batch, StepShape(requests, n, context, n, n, ranks))
 
 
 def prefill_case(cfg: ModelConfig, tokens: int, cached: int, replay: Replay, ranks: int = 1) -> StepCase:
@@ -103,7 +121,8 @@ def prefill_case(cfg: ModelConfig, tokens: int, cached: int, replay: Replay, ran
     batch = prefill_batch(cfg, cache_cfg, [chunk], prefill_bucket(tokens, pages, replay))
     tail = tokens if replay == "exact" else min(tokens, cfg.sliding_window)
     shape = StepShape(1, tokens, cached + tokens // 2, tail, 1, ranks)
-    return StepCase(f"prefill {tokens} at {cached}, {replay}", prefill_step, cache_cfg, batch, shape)
+    name, sizes = f"prefill {tokens} at {cached}, {replay}", {"tokens": tokens, "cached": cached, "replay": replay}
+    return StepCase(name, sizes, prefill_step, cache_cfg, batch, shape)
 
 
 def prefill_bucket(tokens: int, pages: int, replay: Replay) -> PrefillBucket:
@@ -138,15 +157,16 @@ def compile_apart(lowerings: Mapping[Any, Callable[[], jax.stages.Lowered]]) -> 
     Lowered one after the other, always in the same order: a persistent cache finds programs with kernels by it.
     """
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        futures = {key: pool.submit(_compiled, _caught(lower)) for key, lower in lowerings.items()}
+        futures = {key: pool.submit(_compiled, caught(lower)) for key, lower in lowerings.items()}
         return {key: future.result() for key, future in futures.items()}
 
 
 def _compiled(lowered: jax.stages.Lowered | Exception) -> Any:
-    return lowered if isinstance(lowered, Exception) else _caught(lowered.compile)
+    return lowered if isinstance(lowered, Exception) else caught(lowered.compile)
 
 
-def _caught(function: Callable[[], Any]) -> Any:
+def caught(function: Callable[[], Any]) -> Any:
+    """What the function returns, or the exception that it raises."""
     try:
         return function()
     except Exception as error:

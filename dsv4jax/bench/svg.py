@@ -96,7 +96,7 @@ def _series(plot: Plot, rows: Iterable[Row]) -> Series:
     """Points by the name of their series, in the order of the rows."""
     found: Series = {}
     for row in rows:
-        told = ", ".join(_told(name, row.get(name)) for name in plot.by)
+        told = ", ".join(_told(name, row[name]) for name in plot.by if row.get(name) is not None)
         for column in plot.y:
             if y := _y_of(plot, row, column):
                 name = ": ".join(filter(None, (told, words(column) if len(plot.y) > 1 else "")))
@@ -105,8 +105,9 @@ def _series(plot: Plot, rows: Iterable[Row]) -> Series:
 
 
 def _told(name: str, value: Any) -> str:
-    """A column's value as part of a name; what is no number says itself what it is."""
-    return words(value) if isinstance(value, str) else f"{words(name)} {value}"
+    """A column's value as part of a name; words say themselves what they are."""
+    is_words = isinstance(value, str) and any(character.isalpha() for character in value)
+    return words(value) if is_words else f"{words(name)} {value}"
 
 
 def _repeats(points: Iterable[tuple[Any, float]]) -> dict[Any, list[float]]:
@@ -156,6 +157,8 @@ def _scale(values: Sequence[float], log: bool, begin: float, end: float, at_valu
         if high <= low:
             high = low + step
         ticks = [low + i * step for i in range(round((high - low) / step) + 1)]
+        if at_values and len(distinct) <= 8 and all(value == int(value) for value in distinct):
+            ticks = distinct
     return _Scale(low, high, log, begin, end, tuple(ticks))
 
 

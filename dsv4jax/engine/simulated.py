@@ -6,24 +6,38 @@ Which tokens they are, and which are allowed, is not simulated.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Int32
 
-from dsv4jax.engine.engine import Engine
-from dsv4jax.engine.plan import RankPlan, RankResult, Sampled, SlotStart, Speculated, Speculation, StepPlan, StepResult
-from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, QueueFull
-from dsv4jax.engine.sequence import Sequence
+from dsv4jax.engine.plan import (
+    Decodes,
+    RankPlan,
+    RankResult,
+    Sampled,
+    SlotStart,
+    Speculated,
+    Speculation,
+    StepPlan,
+    StepResult,
+)
+from dsv4jax.engine.request import PromptLogprobs
 from dsv4jax.sampling_settings import MAX_TOP_LOGPROBS
 
 CostModel = Callable[[StepPlan], float]
 """Seconds a step keeps the device busy."""
 _PerRequest = Int32[np.ndarray, " requests"]
-TokenModel = Callable[[int, _PerRequest, _PerRequest], _PerRequest]
-"""Token ids sampled after positions: (rank, slots, positions) to ids. Called for prefills, then decodes, then for each
-token of a step with drafts."""
+TokenModel = Callable[[_PerRequest, _PerRequest, _PerRequest], _PerRequest]
+"""Token ids sampled after positions: (ranks, slots, positions) to ids. Called for the prefills of each rank, then the
+decodes of all, then for each token of a step with drafts."""
+_Part = TypeVar("_Part", Decodes, Speculation)
+_Result = TypeVar("_Result", Sampled, Speculated)
+_SIMULATED = {Decodes: ("slots", "starts"), Speculation: ("slots", "ends", "max_drafts")}
+"""What of a plan is looked at."""
+_NOTHING = RankResult(None, None)
 AcceptanceModel = Callable[[_PerRequest, _PerRequest], _PerRequest]
 """How many drafts are accepted: (positions, verified drafts) to at most as many."""
 
@@ -67,7 +81,7 @@ class LinearCost:
 
 def constant_tokens(token: int) -> TokenModel:
     """Always the same token."""
-    return lambda rank, slots, positions: np.full(len(slots), token, np.int32)
+    return lambda ranks, slots, positions: np.full(len(slots), token, np.int32)
 
 
 def fixed_acceptance(probabilities: ListOf[float], seed: int = 0) -> AcceptanceModel:
@@ -114,8 +128,7 @@ class SimulatedExecutor:
         gap = begin - self._device_free
         seconds = self._cost(plan)
         self._device_free = begin + seconds
-        ranks = tuple(self._result(i, rank) for i, rank in enumerate(plan.ranks))
-        self._queue.append((self._device_free, StepResult(plan.number, ranks, seconds, gap)))
+        self._queue.append((self._device_free, StepResult(plan.number, self._results(plan), seconds, gap)))
 
     def wait(self) -> StepResult:
         """The oldest step's result, at the time it is there."""
@@ -123,50 +136,82 @@ class SimulatedExecutor:
         self._now = max(self._now, end)
         return result
 
+    def synchronize(self) -> None:
+        """Waits until the device has done every step, without a look at results."""
+        self._now = max(self._now, self._device_free)
+
     def reset(self) -> None:
         """Drops what is in flight."""
         self._queue.clear()
         self._device_free = self._now
 
-    def _result(self, rank: int, plan: RankPlan) -> RankResult:
-        if plan.starts:
-            self._start(rank, plan.starts)
-        prefills = decodes = speculation = None
-        if plan.prefills:
-            slots = np.array([p.slot for p in plan.prefills], np.int32)
-            prefills = self._sample(rank, slots, np.array([p.end - 1 for p in plan.prefills], np.int32))
-        if plan.decodes is not None:
-            decodes = self._sample(rank, plan.decodes.slots, plan.decodes.starts)
-        if plan.speculation is not None:
-            speculation = self._speculate(rank, plan.speculation)
-        if plan.first_drafts:
-            self._newest[1, rank, list(plan.first_drafts)] = self._block
-        logprobs = tuple(
-            _no_logprobs(min(p.end, len(p.tokens) - 1) - p.start, p.prompt_logprobs) if p.prompt_logprobs >= 0 else None
-            for p in plan.prefills
-        )
-        first_drafts = self._drafts(len(plan.first_drafts)) if plan.first_drafts else None
-        return RankResult(prefills, decodes, logprobs, speculation, first_drafts)
+    def _results(self, plan: StepPlan) -> tuple[RankResult, ...]:
+        for rank, part in enumerate(plan.ranks):
+            if part.starts:
+                self._start(rank, part.starts)
+        prefills = [self._prefill(rank, part) if part.prefills else None for rank, part in enumerate(plan.ranks)]
+        decodes = self._of_all_ranks([part.decodes for part in plan.ranks], self._decode)
+        speculations = self._of_all_ranks([part.speculation for part in plan.ranks], self._speculate)
+        results = [_NOTHING] * len(plan.ranks)
+        for rank, part in enumerate(plan.ranks):
+            if not (part.prefills or part.decodes or part.speculation):
+                continue
+            if part.first_drafts:
+                self._newest[1, rank, list(part.first_drafts)] = self._block
+            logprobs = tuple(
+                _no_logprobs(min(p.end, len(p.tokens) - 1) - p.start, p.prompt_logprobs)
+                if p.prompt_logprobs >= 0
+                else None
+                for p in part.prefills
+            )
+            first_drafts = self._drafts(len(part.first_drafts)) if part.first_drafts else None
+            results[rank] = RankResult(prefills[rank], decodes[rank], logprobs, speculations[rank], first_drafts)
+        return tuple(results)
 
-    def _speculate(self, rank: int, plan: Speculation) -> Speculated:
+    def _of_all_ranks(self, plans: ListOf[_Part | None], run: Callable[..., _Result]) -> list[_Result | None]:
+        """What `run` makes of the parts of a step that all ranks have at once, and each of them its own of it.
+
+        One call for all, because a step of many ranks has few requests of each.
+        """
+        busy = [rank for rank, plan in enumerate(plans) if plan is not None]
+        results: list[_Result | None] = [None] * len(plans)
+        if not busy:
+            return results
+        counts = [len(plans[rank].slots) for rank in busy]
+        names = _SIMULATED[type(plans[busy[0]])]
+        columns = [np.concatenate([getattr(plans[rank], name) for rank in busy]) for name in names]
+        whole, end = run(np.repeat(busy, counts), *columns), 0
+        fields = list(vars(whole).values())
+        for rank, count in zip(busy, counts, strict=True):
+            first, end = end, end + count
+            results[rank] = type(whole)(*(None if field is None else field[first:end] for field in fields))
+        return results
+
+    def _prefill(self, rank: int, plan: RankPlan) -> Sampled:
+        slots = np.array([p.slot for p in plan.prefills], np.int32)
+        return self._decode(np.full(len(slots), rank), slots, np.array([p.end - 1 for p in plan.prefills], np.int32))
+
+    def _speculate(
+        self, ranks: _PerRequest, slots: _PerRequest, ends: _PerRequest, max_drafts: _PerRequest
+    ) -> Speculated:
         """All drafts that the plan allows are verified."""
-        positions, drafts = self._newest[:, rank, plan.slots]
-        active = positions < plan.ends
-        verified = np.where(active, np.minimum(np.minimum(plan.max_drafts, drafts), plan.ends - positions - 1), 0)
+        positions, drafts = self._newest[:, ranks, slots]
+        active = positions < ends
+        verified = np.where(active, np.minimum(np.minimum(max_drafts, drafts), ends - positions - 1), 0)
         counts = np.where(active, self._acceptance(positions, verified) + 1, 0)
         tokens = np.zeros((len(counts), self._block + 1), np.int32)
         for i in range(int(counts.max(initial=0))):
-            tokens[:, i] = self._tokens(rank, plan.slots, positions + i)
-        self._newest[0, rank, plan.slots], self._newest[1, rank, plan.slots] = positions + counts, self._block
+            tokens[:, i] = self._tokens(ranks, slots, positions + i)
+        self._newest[0, ranks, slots], self._newest[1, ranks, slots] = positions + counts, self._block
         logprobs, drafts = np.zeros(tokens.shape, np.float32), self._drafts(len(tokens))
         return Speculated(counts, verified, tokens, logprobs, drafts, *self._best(tokens.shape))
 
     def _drafts(self, requests: int) -> Int32[np.ndarray, "requests block"]:
         return np.zeros((requests, self._block), np.int32)
 
-    def _sample(self, rank: int, slots: _PerRequest, positions: _PerRequest) -> Sampled:
-        tokens = self._tokens(rank, slots, positions)
-        self._newest[0, rank, slots], self._newest[1, rank, slots] = positions + 1, 0
+    def _decode(self, ranks: _PerRequest, slots: _PerRequest, starts: _PerRequest) -> Sampled:
+        tokens = self._tokens(ranks, slots, starts)
+        self._newest[0, ranks, slots], self._newest[1, ranks, slots] = starts + 1, 0
         return Sampled(tokens, np.zeros(len(slots), np.float32), *self._best(tokens.shape))
 
     def _best(self, shape: tuple[int, ...]) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -179,30 +224,6 @@ class SimulatedExecutor:
         _, ranks, slots = self._newest.shape
         more = max(0, rank + 1 - ranks), max(0, max(start.slot for start in starts) + 1 - slots)
         self._newest = np.pad(self._newest, [(0, 0), *((0, count) for count in more)])
-
-
-def run_traffic(
-    engine: Engine, executor: SimulatedExecutor, traffic: Iterable[tuple[float, GenerationRequest]]
-) -> list[Sequence]:
-    """Submits requests at their times of arrival, in seconds and ascending, and runs until everything has ended.
-
-    Returns the choices; a request that meets a full queue is turned away and has none.
-    """
-    choices = []
-    for arrival, request in traffic:
-        while executor.now() < arrival and not engine.idle:
-            engine.step()
-        executor.advance(max(0.0, arrival - executor.now()))
-        try:
-            engine.scheduler.check(request)
-        except QueueFull:
-            continue
-        made = engine.scheduler.prepare(request)
-        engine.scheduler.submit(made, arrival)
-        choices += made
-    while not engine.idle:
-        engine.step()
-    return choices
 
 
 def _no_logprobs(rows: int, top: int) -> PromptLogprobs:

@@ -1,0 +1,135 @@
+"""Flags that say what a benchmark measures: an engine on the simulated executor or on a model."""
+
+import importlib.resources
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from dsv4jax.bench.conditions import conditions
+from dsv4jax.bench.cost_model import HardwareCost
+from dsv4jax.bench.hardware import load_hardware
+from dsv4jax.bench.system import Sizes, System, load_system, simulated_system
+from dsv4jax.config import ModelConfig
+from dsv4jax.engine.simulated import CostModel, LinearCost, fixed_acceptance
+
+EXECUTOR = flags.DEFINE_enum(
+    "executor", "simulated", ["simulated", "model"], "A virtual clock with a simple model of cost, or the model itself."
+)
+_HARDWARE = flags.DEFINE_string(
+    "hardware",
+    None,
+    "What steps of --executor=simulated cost: those of the released model on h200, b300, gb300 or a hardware file, see"
+    " docs/planner.md. Default: round numbers, no machine's.",
+)
+_MODEL = flags.DEFINE_string("model", None, "Checkpoint directory of --executor=model. Default: the embedded model.")
+_RANDOM = flags.DEFINE_bool("random_weights", False, "Weights are drawn: --model needs a config.json only.")
+_IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
+)
+RANKS = flags.DEFINE_integer("ranks", 1, "Data-parallel ranks, one per device; on the CPU devices are virtual.", 1)
+SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time on a rank.", 1)
+_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 16384, "Most tokens of prompt and output together.", 1)
+_PREFILL_TOKENS = flags.DEFINE_integer("prefill_tokens", 2048, "Most tokens of prompts in a step of a rank.", 128)
+_PAGES = flags.DEFINE_integer("pages", None, "Pages of a rank's cache. Default: all slots at full length.", 1)
+_ACCEPTANCE = flags.DEFINE_list(
+    "acceptance",
+    [],
+    "Share of drafts that are accepted if those before are, by position; as many drafts. None by default.",
+)
+SEED = flags.DEFINE_integer("seed", 0, "Of prompts and lengths.", 0)
+
+
+def make_system(*, random_contents: bool = False, sizes: Mapping[str, Any] | None = None, **policy: Any) -> System:
+    """The system that the flags say.
+
+    Args:
+      random_contents: a model's cache holds random records from the beginning.
+      sizes: fields of `Sizes` in the place of flags.
+      policy: fields of `SchedulerConfig`.
+
+    Raises:
+      ValueError: a flag has a value that is not allowed, by its name.
+    """
+    law = acceptance()
+    from_flags = dict(
+        ranks=RANKS.value,
+        slots=SLOTS.value,
+        max_model_len=_MAX_MODEL_LEN.value,
+        prefill_tokens=_PREFILL_TOKENS.value,
+        pages=_PAGES.value,
+        drafts=len(law),
+    )
+    all_sizes = Sizes(**{**from_flags, **(sizes or {})})
+    if EXECUTOR.value == "simulated":
+        return simulated_system(all_sizes, _cost(), fixed_acceptance(law.tolist(), SEED.value), **policy)
+    if RANKS.value > 1:  # of use on the CPU only
+        jax.config.update("jax_num_cpu_devices", RANKS.value)
+    return load_system(
+        Path(_MODEL.value or str(importlib.resources.files("dsv4jax") / "default_model")),
+        all_sizes,
+        _IMPLEMENTATION.value,
+        random_weights=_RANDOM.value,
+        random_contents=random_contents,
+        forced_acceptance=law if len(law) else None,
+        **policy,
+    )
+
+
+def _cost() -> CostModel:
+    if _HARDWARE.value is None:
+        return LinearCost()
+    return HardwareCost(ModelConfig(), load_hardware(_HARDWARE.value), RANKS.value)
+
+
+def acceptance() -> np.ndarray:
+    """Of each draft given those before it.
+
+    Raises:
+      ValueError: the flag holds something else than shares.
+    """
+    try:
+        law = np.array([float(text) for text in _ACCEPTANCE.value], np.float32)
+    except ValueError:
+        law = np.array([np.nan])
+    if not ((law >= 0) & (law <= 1)).all():
+        raise ValueError(f"--acceptance={','.join(_ACCEPTANCE.value)}: must be numbers from 0 to 1")
+    return law
+
+
+def system_conditions(system: System | None, own: Sequence[flags.FlagHolder], **others: Any) -> dict[str, Any]:
+    """Conditions of a result.
+
+    Args:
+      system: None where nothing but the scheduler ran.
+      own: flags of the script.
+    """
+    of_system = (
+        EXECUTOR,
+        _HARDWARE,
+        _MODEL,
+        _RANDOM,
+        _IMPLEMENTATION,
+        RANKS,
+        SLOTS,
+        _MAX_MODEL_LEN,
+        _PREFILL_TOKENS,
+        _PAGES,
+    )
+    programs = None if system is None else system.programs
+    if programs is not None:
+        others["implementation"] = programs.numerics.implementation
+    elif system is not None:
+        cost = _cost()
+        others["costs"] = vars(cost) if isinstance(cost, LinearCost) else cost.hardware.as_dict()
+    return conditions(
+        model="none" if system is None else system.name,
+        layout=f"{RANKS.value} data-parallel ranks",
+        flags={flag.name: flag.value for flag in (*of_system, _ACCEPTANCE, *own)},
+        seed=SEED.value,
+        devices=() if programs is None else jax.devices()[: RANKS.value],
+        **others,
+    )
