@@ -54,9 +54,8 @@ def answer(turn, token=7):
 # ---- the generator -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_defaults_reproduce_public_statistics(seed):
-    found = trace_statistics(take(700, seed))
+def test_defaults_reproduce_public_statistics():
+    found = trace_statistics(take(700))
     assert found.context_p50 == pytest.approx(68_000, rel=0.07)
     assert 450_000 < found.context_p99 < 700_000
     assert found.output_tokens == pytest.approx(400, rel=0.06)
@@ -368,9 +367,9 @@ def test_the_engine_caches_what_a_cache_that_forgets_nothing_would(scale):
     loop = SessionWorkload(
         sessions, live=4, ids=IDS, max_context=length, page_size=16, replay_tokens=24, ramp_seconds=5.0
     )
-    run = run_engine(engine, executor, loop, until=25.0, progress=False)
+    run = run_engine(engine, executor, loop, until=12.0, progress=False)
     done = [m for m in run.measurements if m.complete]
-    assert len(done) > 100 and len({m.session for m in done}) > 8 and not any(m.failed for m in run.measurements)
+    assert len(done) > 50 and len({m.session for m in done}) > 8 and not any(m.failed for m in run.measurements)
     # More is possible: a prefix counts in theory when its request has ended, in the engine when it was computed.
     assert all(m.cached_tokens >= m.expected_cached_tokens for m in done)
     cached, expected = sum(m.cached_tokens for m in done), sum(m.expected_cached_tokens for m in done)
@@ -411,7 +410,7 @@ def test_the_script_writes_and_runs_a_trace(tmp_path):
     trace = tmp_path / "trace.jsonl"
     run_script("bench_agents", f"--write_trace={trace}", "--sessions=3")
     assert read_trace(trace) == take(3)
-    result = script(tmp_path, f"--trace={trace}", "--scale=0.01", "--live=2", "--seconds=100", "--sessions=8")
+    result = script(tmp_path, f"--trace={trace}", "--scale=0.01", "--live=8", "--seconds=100", "--sessions=8")
     assert result.conditions["seed"] is None
     assert len({r["session"].partition("/")[0] for r in result.requests if "." not in r["session"]}) == 8
 
