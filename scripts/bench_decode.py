@@ -20,7 +20,7 @@ from dsv4jax.bench.host_gap import decode_gap, decode_length
 from dsv4jax.bench.page import reported
 from dsv4jax.bench.plots import Axis, Plot
 from dsv4jax.bench.result import Result, text_table
-from dsv4jax.bench.steps import numbers_of, use_compilation_cache
+from dsv4jax.bench.steps import sizes_of, use_compilation_cache
 
 _SECTIONS = flags.DEFINE_multi_enum("sections", ["gap"], ["gap", "host"], "What to measure; may be repeated.")
 _POINTS = flags.DEFINE_list("points", ["8x1024"], "Requests per rank x context, of section gap.")
@@ -70,7 +70,7 @@ _PLOTS = [
 
 def run_gap(result: Result) -> None:
     """Every point, on one system with a program for each."""
-    points = [numbers_of("points", text, (2,)) for text in _POINTS.value]
+    points = [point for text in _POINTS.value for point in sizes_of("points", text, (2,))]
     steps, drafts = _STEPS.value, len(acceptance())
     lengths = tuple(decode_length(context, steps, drafts, _SKEW.value) for _, context in points)
     sizes = dict(

@@ -25,6 +25,8 @@ EXPERIMENTS = {
     "speculation": "Drafting and verifying, beside plain decoding",
     "acceptance": "How many drafts stand, by position and task, and how well confidences predict it",
     "slow_rank": "What one rank with a slow host costs all others",
+    "kernels": "Every kernel at the released shapes",
+    "startup": "From the start of a process to its first token",
     "plan": "Layouts and batches that meet targets, by a model of cost",
 }
 """Names of the experiments, and what each is about."""
