@@ -208,11 +208,12 @@ def test_a_page_shows_medians_and_the_spread_of_repeats_failures_and_what_only_t
     result = measured({64: (1.0, 1.25, 1.75)}, **FULL)
     result.add_row("steps", {"context": 8, "batch": "one", "error": "RuntimeError: out of memory"})
     result.add_row("steps_without_keys", {"met": True, "value": None})
+    result.add_rows("nobody", [])
     text = re.sub(r"\s+", " ", Checked(page([result])).text)
     assert "Steps, 1 or 3 repeats each" in text.replace("steps", "Steps") and "1.251 to 1.75" in text
     assert "RuntimeError: out of memory" in text and "columns costs" in text and "yes" in text
     assert "1 of 4 rows have no such value" in text and "Nothing to draw" in text
-    assert "2 raw records" in text and "Interrupted" not in text
+    assert "nobody" not in text and "2 raw records" in text and "Interrupted" not in text
     long = Result("plan", {}, rows={"points": [{"batch": i} for i in range(130)]})
     assert "In the file, not here: 30 more rows." in page([long])
 

@@ -134,7 +134,7 @@ def test_plots_that_cannot_be_drawn_are_refused():
 
 def test_conditions_say_what_ran_where_and_from_which_commit():
     found = conditions(model="tiny", layout="one device", flags={"repeats": 3}, seed=1, requests=8)
-    assert found["machine"]["devices"] == "none used" and found["machine"]["cpus"] >= 1
+    assert found["machine"]["devices"] == "no device used" and found["machine"]["cpus"] >= 1
     assert found["versions"].keys() == {"dsv4jax", "python", "jax", "jaxlib", "numpy"}
     assert found["flags"] == {"repeats": 3} and found["seed"] == 1 and found["requests"] == 8
     assert found["commit"] is None or re.match(r"[0-9a-f]{40}( with changes)?$", found["commit"])

@@ -131,7 +131,9 @@ def _result(result: Result, name: str) -> str:
     for what, found in (("Control", result.control), ("Ceiling", result.ceiling)):
         if found:
             parts.append(_section(what, listed_table(found, f"{name}-{what.lower()}", what)))
-    tables = [measured_table(result, table, f"{name}-t{i}") for i, table in enumerate(result.rows)]
+    tables = [
+        measured_table(result, table, f"{name}-t{i}") for i, table in enumerate(result.rows) if result.rows[table]
+    ]
     if tables:
         parts.append(_section("Measured", "".join(tables)))
     if result.requests:

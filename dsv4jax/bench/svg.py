@@ -78,7 +78,9 @@ def words(name: str) -> str:
 def _x_of(plot: Plot, row: Row) -> Any:
     value = row.get(plot.x)
     if plot.kind in ("bar", "stacked"):
-        return None if value is None or isinstance(value, list | dict) else str(value)
+        if value is None or isinstance(value, list | dict):
+            return None
+        return number(value) if is_number(value) else str(value)
     return value if _is_on(plot.x_axis, value) else None
 
 
