@@ -26,6 +26,7 @@ EXPERIMENTS = {
     "acceptance": "How many drafts stand, by position and task, and how well confidences predict it",
     "slow_rank": "What one rank with a slow host costs all others",
     "kernels": "Every kernel at the released shapes",
+    "peers": "Kernels beside those of other packages for the same shapes",
     "startup": "From the start of a process to its first token",
     "plan": "Layouts and batches that meet targets, by a model of cost",
 }
