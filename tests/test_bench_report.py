@@ -229,6 +229,22 @@ def test_a_comparison_says_how_many_values_differ_and_shows_both_plots_on_one_sc
     assert len(ticks) == 2 and ticks[0] == ticks[1] and float(ticks[0][-1]) >= 40
 
 
+def test_series_have_the_same_colour_on_both_sides_whatever_their_order():
+    one, two = ({"context": 8, "batch": name, "milliseconds": 1.0} for name in ("one", "two"))
+    sides = [Result("forward", {}, rows={"steps": rows}, plots=[LINE]) for rows in ([one, two], [two, one])]
+    found = re.findall(
+        r'<g class="(c\d)"><polyline[^>]*/><\w+[^>]*><title>(\w+),', comparison_page(*([x] for x in sides))
+    )
+    assert set(found) == {("c0", "one"), ("c1", "two")} and len(found) == 4
+
+
+def test_long_names_are_cut_in_the_picture_and_whole_in_titles():
+    name = "a very long name " * 10
+    plot = dataclasses.replace(LINE, kind="bar", x="batch", x_axis=Axis("batch"), by=("context",))
+    svg = draw(plot, [{"context": name + str(i), "batch": name, "milliseconds": 1.0} for i in (1, 2)], "p")
+    assert all(len(text.text) < 66 for text in elements(svg, "text")) and name + "1" in svg
+
+
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, RuntimeError])
 def test_a_run_that_is_interrupted_keeps_its_rows_and_its_page(tmp_path, raised):
     run = Result("forward", {}, keys={"steps": ("n",)})
