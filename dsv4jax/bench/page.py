@@ -128,8 +128,10 @@ def _result(result: Result, name: str) -> str:
     if result.interrupted:
         parts.append('<p class="warning">Interrupted: what was measured until then.</p>')
     parts.append(_verdicts(result.verdicts))
-    if result.plots:
-        figures = "".join(_figure(plot, result, f"{name}-p{i}") for i, plot in enumerate(result.plots))
+    # A table that is not there belongs to a part of the experiment that was not asked for.
+    plots = [plot for plot in result.plots if plot.table in (REQUESTS, *result.rows)]
+    if plots:
+        figures = "".join(_figure(plot, result, f"{name}-p{i}") for i, plot in enumerate(plots))
         parts.append(_section("Plots", f'<div class="plots">{figures}</div>'))
     for what, found in (("Control", result.control), ("Ceiling", result.ceiling)):
         if found:

@@ -98,7 +98,7 @@ def _is_on(axis: Axis, value: Any) -> bool:
 
 
 def _series(plot: Plot, rows: Iterable[Row]) -> Series:
-    """Points by the name of their series, in the order of the rows."""
+    """Points by the name of their series, in the order of the rows; of many parts of a stack the largest first."""
     found: Series = {}
     for row in rows:
         told = ", ".join(_told(name, row[name]) for name in plot.by if row.get(name) is not None)
@@ -107,6 +107,9 @@ def _series(plot: Plot, rows: Iterable[Row]) -> Series:
             if y is not None:
                 name = ": ".join(filter(None, (told, words(column) if len(plot.y) > 1 else "")))
                 found.setdefault(name, []).append((_x_of(plot, row), y))
+    if plot.kind == "stacked" and len(found) > COLOURS:
+        # The large parts get colours of their own.
+        return dict(sorted(found.items(), key=lambda series: -sum(y for _, y in series[1])))
     return found
 
 
@@ -300,7 +303,7 @@ def _bars(plot: Plot, series: Series, room: Series) -> tuple[str, float]:
         top += _LINE
         total = sum(statistics.median(values) for values in bars.values())
         at = scale.begin
-        for name, values in bars.items():
+        for name, values in sorted(bars.items(), key=lambda bar: names.index(bar[0])):
             index, value = names.index(name), statistics.median(values)
             told = escape(f"{group}{', ' if name else ''}{name}: {number(value)} {plot.y_axis.unit}")
             length = abs(scale(value) - scale.begin)
