@@ -8,7 +8,18 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_files import run_python
-from device_engine import CACHE, CHECKS, RANKS, SCHEDULER, HalfMask, make_engine, make_executor, requests, serve
+from device_engine import (
+    CACHE,
+    CHECKS,
+    RANKS,
+    SCHEDULER,
+    HalfMask,
+    assert_same,
+    make_engine,
+    make_executor,
+    requests,
+    serve,
+)
 from test_scheduler import Recorder, assert_empty, drain
 
 from dsv4jax import batch
@@ -101,6 +112,55 @@ def test_the_schedule_is_that_of_the_simulation_and_tokens_are_those_of_each_req
         drain(engine)
         assert alone.generated == sequence.generated
         assert alone.logprobs == sequence.logprobs
+
+
+@pytest.fixture(scope="module")
+def undisturbed(executor):
+    """Some requests, one of them under a mask, and what they get."""
+    asked = requests()[1:4]
+    return asked, serve(make_engine(executor), asked)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "start", "mask", "result"])
+def test_requests_get_the_same_after_a_failure_that_took_the_cache_with_it(executor, undisturbed, kind, monkeypatch):
+    """A program raises when the cache is donated to it already, or its result cannot be read."""
+    programs, calls = executor._programs, 0
+    asked, expected = undisturbed
+
+    def fails():
+        nonlocal calls
+        calls += 1
+        return calls == 3  # others are in flight by then
+
+    def failing(program):
+        def run(*arguments, **options):
+            result = program(*arguments, **options)
+            if fails():
+                assert any(leaf.is_deleted() for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array))
+                raise RuntimeError("the device gave up")
+            return result
+
+        return run
+
+    kinds = {
+        **dict.fromkeys(programs.buckets.prefill, "prefill"),
+        **dict.fromkeys(programs.buckets.decode, "decode"),
+        **dict.fromkeys(((n, 1) for n in programs.buckets.masks), "mask"),
+        "start": "start",
+    }
+    engine, wait = make_engine(executor), executor.wait
+
+    def failing_wait():
+        if kind == "result" and fails():
+            raise RuntimeError("the result is lost")
+        return wait()
+
+    compiled = {key: failing(p) if kinds.get(key) == kind else p for key, p in programs._compiled.items()}
+    monkeypatch.setattr(programs, "_compiled", compiled)
+    monkeypatch.setattr(executor, "wait", failing_wait)
+    results = serve(engine, asked)
+    assert calls > 3 and engine.stats().preemptions > 0
+    assert_same(results, expected)
 
 
 def test_warm_up_runs_every_program(executor, monkeypatch):
