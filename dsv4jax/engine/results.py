@@ -15,7 +15,7 @@ from dsv4jax.engine.request import FinishReason
 from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
 from dsv4jax.engine.slots import Rows, Slots
-from dsv4jax.engine.token_mask import MaskError
+from dsv4jax.engine.token_mask import mask_failure
 
 _UNDEFINED = "the model's logits were undefined (NaN or infinite)"
 
@@ -183,8 +183,8 @@ class Results:
         if sequence.mask is not None:
             try:
                 sequence.mask.push(token)
-            except MaskError as error:
-                end = "error", str(error)
+            except Exception as error:  # whatever it is, it is no matter of the other choices
+                end = "error", mask_failure(error)
         if end is None:
             if token == self._cfg.eos_id and not request.ignore_eos:
                 end = "stop", None
