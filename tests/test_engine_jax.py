@@ -20,17 +20,23 @@ from device_engine import (
     requests,
     serve,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_scheduler import Recorder, assert_empty, drain
 
 from dsv4jax import batch
+from dsv4jax.cache import CacheConfig
+from dsv4jax.config import ModelConfig
 from dsv4jax.engine import plan, replay
 from dsv4jax.engine.engine import Engine
+from dsv4jax.engine.engine_shape import EngineShape, scheduler_config, shape_buckets
 from dsv4jax.engine.jax_executor import CompileCounter
 from dsv4jax.engine.programs import make_buckets
 from dsv4jax.engine.recording import RecordingExecutor, schedule_difference
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.simulated import LinearCost, SimulatedExecutor
+from dsv4jax.numerics import REFERENCE
 from dsv4jax.sampling_settings import RequestSampling
 
 
@@ -201,6 +207,43 @@ def test_contexts_of_as_many_pages_share_their_programs():
     assert {b.pages for b in (*buckets.prefill, *buckets.decode)} == {3, 20}
     for kind in (buckets.prefill, buckets.decode):
         assert len(set(kind)) == len(kind)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_whatever_the_scheduler_may_plan_has_a_program_and_a_place(data):
+    """Sizes of the scheduler are those of cache and programs, also where more drafts than prompt tokens run."""
+    size, slots, drafts = (data.draw(st.sampled_from(sizes)) for sizes in ((4, 16, 64), (1, 3, 40), (0, 1, 5)))
+    length = data.draw(st.integers(1, 500))
+    cache = CacheConfig(
+        slots, data.draw(st.integers(-(-length // size), 200)), size, drafts="shared" if drafts else None
+    )
+    sizes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(sorted)
+    buckets = shape_buckets(
+        cache,
+        prefill_tokens=[16 * n for n in data.draw(sizes)],
+        prefill_requests=1,
+        decode_requests=sorted({*(n for n in data.draw(sizes) if n < slots), slots}),
+        contexts=sorted({*(n for n in data.draw(sizes) if n < length), length}),
+        replay=data.draw(st.sampled_from(["exact", "bounded"])),
+        deterministic=(deterministic := data.draw(st.booleans())),
+        drafts=drafts,
+    )
+    shape = EngineShape(cache, buckets, REFERENCE, length, deterministic=deterministic, drafts=drafts)
+    cfg = scheduler_config(ModelConfig(), shape, eos_id=1)
+    same = {"slots", "pages", "page_size"}
+    assert {name: getattr(cfg, name) for name in same} == {name: getattr(cache, name) for name in same}
+    pages = -(-cfg.max_model_len // cfg.page_size)
+    for tokens in {1, cfg.prefill_tokens}:
+        for prompt_logprobs in (False, True):
+            tiles = -(-tokens // cfg.tile) * cfg.tile
+            assert buckets.for_prefill(tiles, cfg.prefill_requests, pages, prompt_logprobs).tile == cfg.tile
+    for requests_ in {1, cfg.slots}:
+        if not (deterministic and drafts):
+            assert buckets.for_decode(requests_, pages).tokens_per_request == 1
+        if drafts:
+            assert buckets.for_decode(requests_, pages, drafts=True).tokens_per_request == 1 + cfg.drafts
+    assert max(buckets.masks) == cfg.slots and all(b.requests >= cfg.prefill_requests for b in buckets.draft)
 
 
 def test_what_engine_and_model_both_define_is_the_same():
