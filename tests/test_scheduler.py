@@ -594,6 +594,34 @@ def test_undefined_logits_end_only_the_choice_that_has_them():
     assert_empty(engine)
 
 
+@pytest.mark.parametrize(("kind", "tokens"), [("prefills", 0), ("decodes", 7)])
+@pytest.mark.parametrize("warm", [False, True])
+def test_pages_of_a_choice_with_undefined_logits_are_not_found_again(kind, tokens, warm):
+    """Whoever wrote them: what they hold would spoil every later request with that prefix."""
+    executor = Altering(SMALL)
+    engine, prompt = Engine(Scheduler(SMALL), executor, Recorder()), np.arange(2, 38)
+    if warm:
+        engine.submit(request(prompt, 3, "owner", ignore_eos=True))
+        drain(engine)
+    bad = engine.submit(request(prompt, 12, "bad", ignore_eos=True))[0]
+
+    def alter(plan, result):
+        part = getattr(result.ranks[0], kind)
+        if part is not None and len(bad.generated) >= tokens:
+            part.logprobs[:] = np.nan
+        return result
+
+    executor.alter = alter
+    drain(engine)
+    assert (bad.finish_reason, bad.first_cached > 0) == ("error", warm)
+    executor.alter = lambda plan, result: result
+    assert engine.stats().cached_pages == 0
+    again = engine.submit(request(prompt, 3, "again", ignore_eos=True))[0]
+    drain(engine)
+    assert (again.first_cached, again.generated) == (0, rollout(again.request, 0))
+    assert_empty(engine)
+
+
 def test_prompt_logprobs_cover_the_prompt_once_without_hits_and_in_steps_of_their_own():
     cfg = dataclasses.replace(SMALL, pages=64)
     executor = Altering(cfg)

@@ -231,6 +231,11 @@ class Rank:
             self.pool.publish(sequence.pages[i], sequence.page_keys[i])
         sequence.published = max(sequence.published, confirmed // size)
 
+    def distrust(self, sequence: Sequence) -> None:
+        """No page of a choice is reused from now on: it may hold what made its logits undefined."""
+        self.pool.withdraw(sequence.pages)
+        sequence.published = len(sequence.pages)
+
     def check_integrity(self) -> None:
         """Raises AssertionError if slots or pages are lost or shared wrongly."""
         running = self.sequences()

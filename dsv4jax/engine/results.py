@@ -164,6 +164,7 @@ class Results:
         for token, logprob in zip(got.tokens[row, :count].tolist(), logprobs, strict=True):
             if math.isnan(logprob):
                 update.finished.append((sequence, "error", _UNDEFINED))
+                self._ranks[sequence.rank].distrust(sequence)
                 break
             sequence.generated.append(token)
             if self._see_end(sequence, token, update):
