@@ -594,9 +594,10 @@ def test_undefined_logits_end_only_the_choice_that_has_them():
     assert_empty(engine)
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("prefills", 0), ("decodes", 7)])
-@pytest.mark.parametrize("warm", [False, True])
-def test_pages_of_a_choice_with_undefined_logits_are_not_found_again(kind, tokens, warm):
+@pytest.mark.parametrize(
+    ("kind", "warm"), [("first chunk", False), *((k, w) for k in ("last chunk", "decode") for w in (False, True))]
+)
+def test_pages_of_a_choice_with_undefined_logits_are_not_found_again(kind, warm):
     """Whoever wrote them: what they hold would spoil every later request with that prefix."""
     executor = Altering(SMALL)
     engine, prompt = Engine(Scheduler(SMALL), executor, Recorder()), np.arange(2, 38)
@@ -606,9 +607,11 @@ def test_pages_of_a_choice_with_undefined_logits_are_not_found_again(kind, token
     bad = engine.submit(request(prompt, 12, "bad", ignore_eos=True))[0]
 
     def alter(plan, result):
-        part = getattr(result.ranks[0], kind)
-        if part is not None and len(bad.generated) >= tokens:
-            part.logprobs[:] = np.nan
+        chunks = plan.ranks[0].prefills
+        if chunks and kind == ("last chunk" if chunks[0].end == len(prompt) else "first chunk"):
+            result.ranks[0].prefills.logprobs[:] = np.nan
+        elif kind == "decode" and len(bad.generated) > 6:
+            result.ranks[0].decodes.logprobs[:] = np.nan
         return result
 
     executor.alter = alter

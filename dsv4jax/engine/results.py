@@ -82,6 +82,9 @@ class Results:
             drafted += drafts
             if sequence.slot < 0 or slots.epochs[row] != epoch:
                 continue
+            if math.isnan(sampled.logprobs[place]):  # between chunks, too: its pages are not to be found
+                self._end_undefined(sequence, update)
+                continue
             if sequence.request.prompt_logprobs >= 0 and sequence.first_token is None:
                 sequence.prompt_logprobs.append(result.prompt_logprobs[place])
             rank.publish(sequence, end, self._hasher)
@@ -163,8 +166,7 @@ class Results:
         known, logprobs = len(sequence.generated), got.logprobs[row, :count].tolist()
         for token, logprob in zip(got.tokens[row, :count].tolist(), logprobs, strict=True):
             if math.isnan(logprob):
-                update.finished.append((sequence, "error", _UNDEFINED))
-                self._ranks[sequence.rank].distrust(sequence)
+                self._end_undefined(sequence, update)
                 break
             sequence.generated.append(token)
             if self._see_end(sequence, token, update):
@@ -176,6 +178,10 @@ class Results:
             sequence.logprobs += logprobs[:taken]
             sequence.top_logprobs += got.best(row, taken, most)
         return taken
+
+    def _end_undefined(self, sequence: Sequence, update: Update) -> None:
+        update.finished.append((sequence, "error", _UNDEFINED))
+        self._ranks[sequence.rank].distrust(sequence)
 
     def _see_end(self, sequence: Sequence, token: int, update: Update) -> bool:
         """Whether the choice ends with its newest token."""
