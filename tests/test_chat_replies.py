@@ -216,7 +216,7 @@ TAGS = [dsml(), markup('{{ invoke name="g"}'), markup("{{/ invoke}"), markup("{{
 @given(
     start=st.sampled_from(TEXT_STARTS),
     pieces=st.lists(st.sampled_from([*PIECES, *TAGS])),
-    stop=st.lists(st.sampled_from(["ab", "a\n", "bab", "🦜", "the", " "]), max_size=3),
+    stop=st.lists(st.sampled_from(["ab", "a\n", "<x", "</x", "bab", "🦜", "the", " "]), max_size=3),
     typed=st.booleans(),
     tools=st.sampled_from([None, TOOLS]),
     data=st.data(),
