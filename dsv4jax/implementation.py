@@ -44,9 +44,10 @@ def with_implementation(
 def _model_obstacle(cfg: ModelConfig, numerics: Numerics, page_size: int) -> str | None:
     """Why the kernels do not take a model's sizes, or None: what they say themselves of a step of one token.
 
-    Its context is long enough for the selection to take part.
+    Its context is long enough for the selection, and its restriction to candidate blocks, to take part.
     """
-    cache_cfg = CacheConfig(slots=1, pages=ceil_div(2 * (cfg.index_topk + 1), page_size), page_size=page_size)
+    entries = 1 + max(cfg.index_topk, cfg.candidate_topk_blocks * cfg.candidate_block_size)
+    cache_cfg = CacheConfig(slots=1, pages=ceil_div(2 * entries, page_size), page_size=page_size)
     batch = decode_batch(cfg, cache_cfg, [], DecodeBucket(1, cache_cfg.pages))
     cache = jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics))
     try:

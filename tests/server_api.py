@@ -121,10 +121,13 @@ def _prompt_logprobs(request):
     )
 
 
-def context(tokenizer, script: Script | Sequence[int] = (), *, grammars=None, sizes=(1,), limit=4096, **options):
-    """A server of the given tokenizer whose engine plays `script`."""
+def context(
+    tokenizer, script: Script | Sequence[int] = (), *, grammars=None, sizes=(1,), limit=4096, cached=0, **options
+):
+    """A server of the given tokenizer whose engine plays `script`, and finds `cached` tokens of each prompt cached."""
     ids = script if callable(script) else lambda request, index: script
     engine = ScriptedEngine(ids, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size, sizes=sizes, limit=limit)
+    engine.cached_tokens = cached
     return ServerContext(
         engine=engine,
         tokenizer=tokenizer,

@@ -263,7 +263,7 @@ def test_ids_in_use_are_refused_and_free_again_afterwards():
 def test_what_cannot_be_taken_is_refused_and_reported():
     async def test(served):
         with pytest.raises(RequestTooLarge):
-            await anext(served.api.generate(request(range(2, 62), 5)))
+            await anext(served.api.generate(request(np.arange(60) % 40 + 2, 5)))
         served.executor.seconds = 0.004
         tasks = []
         for i in range(4):
@@ -280,6 +280,29 @@ def test_what_cannot_be_taken_is_refused_and_reported():
         assert served.observer.rejections == ["too_large", "queue_full", "queue_full"]
 
     run(test, dataclasses.replace(SMALL, max_waiting=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": np.int32([5, -1])}, r"prompt\[1\] = -1: must be from 0 to 49"),
+        ({"prompt": np.int32([VOCAB, 5])}, r"prompt\[0\] = 50: must be from 0 to 49"),
+        ({"logit_bias": {VOCAB: 1.0}}, r"logit_bias\[50\] = 1.0: must be -100 to 100 for a token below 50"),
+        ({"logit_bias": {-1: 1.0}}, r"logit_bias\[-1\] = 1.0"),
+        ({"logit_bias": {3: 100.5}}, r"logit_bias\[3\] = 100.5"),
+        ({"logit_bias": {3: float("nan")}}, r"logit_bias\[3\] = nan"),
+    ],
+)
+def test_values_that_would_fail_the_step_of_all_are_refused(change, message):
+    async def test(served):
+        bad = dataclasses.replace(endless("bad", 5), **change)
+        with pytest.raises(ValueError, match=message):
+            served.api.check(endless("good", 5), bad)
+        with pytest.raises(ValueError, match=message):
+            await anext(served.api.generate(bad))
+        assert not served.executor.plans
+
+    run(test)
 
 
 def test_no_reader_hangs_when_the_engine_dies():

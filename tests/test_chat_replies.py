@@ -216,7 +216,7 @@ TAGS = [dsml(), markup('{{ invoke name="g"}'), markup("{{/ invoke}"), markup("{{
 @given(
     start=st.sampled_from(TEXT_STARTS),
     pieces=st.lists(st.sampled_from([*PIECES, *TAGS])),
-    stop=st.lists(st.sampled_from(["ab", "a\n", "bab", "🦜", "the", " "]), max_size=3),
+    stop=st.lists(st.sampled_from(["ab", "a\n", "<x", "</x", "bab", "🦜", "the", " "]), max_size=3),
     typed=st.booleans(),
     tools=st.sampled_from([None, TOOLS]),
     data=st.data(),
@@ -438,11 +438,17 @@ def test_every_call_of_a_reply_has_its_own_id():
 
 
 @pytest.mark.parametrize("start", TEXT_STARTS)
-def test_markup_without_tools_stays_text(start):
+@pytest.mark.parametrize("stop", [[], ["<｜x"], ["\n\n<", "<x"]], ids=["", "an angle", "newlines"])
+def test_markup_without_tools_stays_text(start, stop):
+    """Also where a stop string holds back what may be the beginning of a tag."""
     text = "Say" + dsml(invoke(""))
-    parser = TextReplyParser(start)
-    assert message(deltas_of(parser, text))[start.split("_")[0]] == text
-    assert parser.tool_calls_seen == 0
+    for pushes in cuts(text):
+        parser = TextReplyParser(start, stop=stop)
+        got = message(deltas_of(parser, pushes))
+        channel = start.split("_")[0]
+        ends = channel == "content" and "\n\n<" in stop
+        assert got == {"reasoning": "", "content": "", "tool_calls": []} | {channel: "Say" if ends else text}
+        assert parser.tool_calls_seen == 0
 
 
 @pytest.mark.parametrize("attribute", [STRING, OTHER])

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv4jax.batch import DecodeBucket, DecodeTokens, PrefillBucket, PrefillChunk, decode_batch, prefill_batch
+from dsv4jax.batch import (
+    DecodeBucket,
+    DecodeTokens,
+    PrefillBucket,
+    PrefillChunk,
+    decode_batch,
+    prefill_batch,
+    with_engram_rows,
+)
 from dsv4jax.cache import CacheConfig
 from dsv4jax.config import ModelConfig
 from dsv4jax.engram_hash import DEAD, hash_constants, rows_on_device, rows_on_host
@@ -228,6 +236,56 @@ def test_an_ngram_sees_only_its_own_tokens():
 
 
 # Token ids on their way to the hash.
+
+
+class Rows:
+    """Stands for tables on the host: answers with the rows that it is asked for."""
+
+    @staticmethod
+    def lookup(rows):
+        return (rows,)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 39), min_size=1, max_size=24),
+    images=st.sets(st.integers(0, 23)),
+    cuts=st.sets(st.integers(1, 23)),
+    decoded=st.integers(0, 6),
+)
+def test_host_rows_follow_from_the_tokens_before_alone(ids, images, cuts, decoded):
+    """Not from chunks, tiles, neighbours in the batch, or where prefill ends and decoding begins."""
+    cfg = config(engram_layer_ids=(1,), engram_vocab_size=50, engram_compressed_vocab_size=30, hidden_size=64)
+    token_map, cache_cfg = (np.arange(cfg.vocab_size, dtype=np.int32) * 7 % 30), CacheConfig(3, 8)
+    prompt = np.array(ids, np.int32)
+    mask = np.isin(np.arange(len(prompt)), [*images])
+    compressed = np.where(mask, DEAD, token_map[prompt]).tolist()
+    history = np.array([([DEAD] * 4 + compressed)[p + 1 : p + 5][::-1] for p in range(len(prompt))])
+    expected = rows_on_host(cfg, history, int(token_map[cfg.engram_pad_token_id]))
+
+    def rows(batch, row):
+        begin, length = batch.offsets[row], batch.lengths[row]
+        return with_engram_rows(cfg, batch, token_map, Rows()).engram_rows[0][begin : begin + length]
+
+    other = PrefillChunk(np.arange(5, dtype=np.int32), 1, 5, slot=2, pages=[7])
+    end = max(1, len(prompt) - decoded)
+    ends = [*sorted(cut for cut in cuts if cut < end), end]
+    for start, stop in zip([0, *ends], ends, strict=False):
+        embeddings = np.zeros((mask[start:stop].sum(), 64), np.float32)
+        chunk = PrefillChunk(prompt, start, stop, 0, [0], image_mask=mask, image_embeddings=embeddings)
+        for row, chunks in enumerate(([chunk, other], [other, chunk])):
+            batch = prefill_batch(cfg, cache_cfg, chunks, PrefillBucket(48, 2, 1, tile=4, images=24))
+            np.testing.assert_array_equal(rows(batch, row), expected[start:stop])
+    for start in range(end, len(prompt)):
+        if mask[start:].any():  # images are in prompts only
+            break
+        for stop in range(start + 1, len(prompt) + 1):
+            before = np.where(mask, -1, prompt)[:start][::-1].tolist()
+            tokens = DecodeTokens(prompt[start:stop].tolist(), start, 1, [1], history=before[:3])
+            short = DecodeTokens([3], 0, 0, [0])
+            for row, requests in enumerate(([tokens, short], [short, tokens])):
+                batch = decode_batch(cfg, cache_cfg, requests, DecodeBucket(2, 1, tokens_per_request=6))
+                np.testing.assert_array_equal(rows(batch, row), expected[start:stop])
 
 
 @pytest.mark.parametrize("token", [-1, -129280, 129280, 129281])

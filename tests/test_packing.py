@@ -1,5 +1,6 @@
 """Parameters for the kernels, and whether these can run."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -114,3 +115,17 @@ def test_on_a_hopper_gpu_the_default_follows_what_the_kernels_take():
         assert numerics == REFERENCE and "multiples of 64 outputs and 256 inputs" in why
         with pytest.raises(ValueError, match=r'^implementation = "pallas": 12 entries per page, the kernel takes'):
             with_implementation(REFERENCE, "pallas", RELEASED, page_size=24)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"candidate_block_size": 16}, "publish = 2048 of block_size = 16, the kernel takes up to 2049 of 8"),
+        ({"candidate_topk_blocks": 2050}, "publish = 2050 of block_size = 8, the kernel takes up to 2049 of 8"),
+        ({"index_topk": 2049}, "k = 2049, the kernel takes 1 to 2048"),
+        ({"sliding_window": 64}, "the window is 64: must be 128"),
+    ],
+)
+def test_what_only_a_long_context_would_ask_of_the_kernels_is_known_at_the_start(change, why):
+    with on_hopper():
+        assert with_implementation(FAST, None, dataclasses.replace(RELEASED, **change)) == (FAST, why)

@@ -73,6 +73,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.kept = [page for page in self.kept if page not in matched]
         self.lists.append(matched)
 
+    @precondition(lambda self: self.lists)
+    @rule(data=st.data())
+    def withdraw(self, data):
+        pages = data.draw(st.sampled_from(self.lists))
+        self.pool.withdraw(pages)
+        for page in pages:
+            self.key_of.pop(page, None)
+
     @rule()
     def forget(self):
         self.pool.forget_prefixes()

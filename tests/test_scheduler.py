@@ -459,6 +459,46 @@ def test_a_mask_that_fails_ends_only_its_own_choice():
     assert_empty(engine)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("method", "drafts"), [("next", 0), ("next", 3), ("push", 0), ("push", 3), ("along", 3)])
+def test_whatever_a_mask_raises_ends_only_its_own_choice(method, drafts, waits, depth):
+    """And shows its client nothing of it: no step fails, and nobody starts anew."""
+    engine, executor = make(dataclasses.replace(SMALL, drafts=drafts), depth)
+
+    class Broken(ChainMask):
+        def check(self, name):
+            if name == method and self.count >= 3:
+                raise ZeroDivisionError("in a library")
+
+        def next(self, ahead=0):
+            self.check("next")
+            return super().next(ahead)
+
+        def push(self, token):
+            self.check("push")
+            super().push(token)
+
+        def along(self, drafts):
+            self.check("along")
+            return super().along(drafts)
+
+    mask = functools.partial(Broken, waits=waits)
+    broken = engine.submit(request([2, 3], 9, "broken", mask=mask, ignore_eos=True))[0]
+    others = [
+        engine.submit(request([2, 4 + i], 12, f"r{i}", mask=made, ignore_eos=True))[0]
+        for i, made in enumerate((None, functools.partial(ChainMask, waits=True), None))
+    ]
+    executor.futures = [[*s.request.prompt, *rollout(s.request, 0)] for s in others]
+    drain(engine)
+    assert (broken.finish_reason, broken.error) == ("error", "the rules for its tokens failed")
+    whole = rollout(dataclasses.replace(broken.request, mask=functools.partial(ChainMask, waits=waits)), 0)
+    assert broken.generated == whole[: len(broken.generated)] and 1 <= len(broken.generated) <= 4
+    assert [s.generated for s in others] == [rollout(s.request, 0) for s in others]
+    assert executor.resets == 0 and engine.stats().preemptions == 0
+    assert_empty(engine)
+
+
 @pytest.mark.parametrize("failure", [1, 2], ids=["dispatch", "wait"])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("waits", [False, True])
@@ -551,6 +591,37 @@ def test_undefined_logits_end_only_the_choice_that_has_them():
     assert made[1].generated == rollout(made[1].request, 0)[: len(made[1].generated)]
     assert len(made[1].generated) == 3
     assert all(s.generated == rollout(s.request, 0) for s in (made[0], made[2]))
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("kind", "warm"), [("first chunk", False), *((k, w) for k in ("last chunk", "decode") for w in (False, True))]
+)
+def test_pages_of_a_choice_with_undefined_logits_are_not_found_again(kind, warm):
+    """Whoever wrote them: what they hold would spoil every later request with that prefix."""
+    executor = Altering(SMALL)
+    engine, prompt = Engine(Scheduler(SMALL), executor, Recorder()), np.arange(2, 38)
+    if warm:
+        engine.submit(request(prompt, 3, "owner", ignore_eos=True))
+        drain(engine)
+    bad = engine.submit(request(prompt, 12, "bad", ignore_eos=True))[0]
+
+    def alter(plan, result):
+        chunks = plan.ranks[0].prefills
+        if chunks and kind == ("last chunk" if chunks[0].end == len(prompt) else "first chunk"):
+            result.ranks[0].prefills.logprobs[:] = np.nan
+        elif kind == "decode" and len(bad.generated) > 6:
+            result.ranks[0].decodes.logprobs[:] = np.nan
+        return result
+
+    executor.alter = alter
+    drain(engine)
+    assert (bad.finish_reason, bad.first_cached > 0) == ("error", warm)
+    executor.alter = lambda plan, result: result
+    assert engine.stats().cached_pages == 0
+    again = engine.submit(request(prompt, 3, "again", ignore_eos=True))[0]
+    drain(engine)
+    assert (again.first_cached, again.generated) == (0, rollout(again.request, 0))
     assert_empty(engine)
 
 

@@ -140,8 +140,8 @@ def test_a_stream_says_what_the_whole_response_says(default_tokenizer, name, siz
     ids = text_ids(default_tokenizer, *parts)
     ids += [70, 71] if "stop id" in name else []
     body = BODY | options | {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
-    whole = call(chat_completions, context(default_tokenizer, ids, sizes=(7,)), body)
-    server = context(default_tokenizer, ids, sizes=sizes)
+    whole = call(chat_completions, context(default_tokenizer, ids, sizes=(7,), cached=3), body)
+    server = context(default_tokenizer, ids, sizes=sizes, cached=3)
     events = call(chat_completions, server, body | {"stream": True, "stream_options": {"include_usage": True}})
     assert events[-1]["choices"] == [] and not any(event.get("usage") for event in events[:-1])
     stream = joined(events)
@@ -150,6 +150,7 @@ def test_a_stream_says_what_the_whole_response_says(default_tokenizer, name, siz
     # What was counted is what came back.
     choice, usage = whole["choices"][0], whole["usage"]
     assert usage["completion_tokens"] == len(choice["token_ids"]) <= len(ids)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 3
     assert choice["token_ids"] == ids[: usage["completion_tokens"]]
     shown = choice["logprobs"]["reasoning_content"] + choice["logprobs"]["content"]
     if "hidden" not in name:

@@ -51,13 +51,14 @@ def test_a_stream_says_what_the_whole_response_says(default_tokenizer, name, siz
     options, parts = SCRIPTS[name]
     ids = text_ids(default_tokenizer, *parts) + ([70, 71] if name == "stop id" else [])
     body = {"prompt": "Once 🙂", "logprobs": 2, "return_token_ids": True, "echo": echo, "max_tokens": 100} | options
-    whole = call(completions, context(default_tokenizer, ids, sizes=(7,)), body)
-    server = context(default_tokenizer, ids, sizes=sizes)
+    whole = call(completions, context(default_tokenizer, ids, sizes=(7,), cached=2), body)
+    server = context(default_tokenizer, ids, sizes=sizes, cached=2)
     events = call(completions, server, body | {"stream": True, "stream_options": {"include_usage": True}})
     assert events[-1]["choices"] == [] and events[-1]["usage"] == whole["usage"]
     choice, stream = whole["choices"][0], joined(events[:-1])[0]
     assert stream == {key: choice[key] for key in stream}
     assert whole["usage"]["completion_tokens"] == len(choice["token_ids"])
+    assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
     assert choice["token_ids"] == ids[: len(choice["token_ids"])]
     if sizes == (1,) and isinstance(choice["stop_reason"], str):  # the engine goes on for nobody
         assert server.engine.stopped == [(server.engine.requests[0].request_id, 0)]

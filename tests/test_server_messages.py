@@ -210,8 +210,9 @@ def without_ids(value):
 def test_a_stream_says_what_the_whole_message_says(default_tokenizer, name, sizes):
     options, parts, stop_reason = SCRIPTS[name]
     ids = text_ids(default_tokenizer, *parts)
-    whole = call(messages, context(default_tokenizer, ids, sizes=(7,)), REQUEST | options)
-    events = call(messages, context(default_tokenizer, ids, sizes=sizes), REQUEST | options | {"stream": True})
+    whole = call(messages, context(default_tokenizer, ids, sizes=(7,), cached=3), REQUEST | options)
+    server = context(default_tokenizer, ids, sizes=sizes, cached=3)
+    events = call(messages, server, REQUEST | options | {"stream": True})
     assert without_ids(folded(events)) == without_ids(whole)
     assert whole["stop_reason"] == stop_reason
     assert whole["stop_sequence"] == ("STOP" if stop_reason == "stop_sequence" else None)
@@ -234,9 +235,9 @@ def test_a_stream_says_what_the_whole_message_says(default_tokenizer, name, size
     if stop_reason == "tool_use":
         assert [one["input"] for one in blocks["tool_use"]] == [json.loads(one["arguments"]) for one in calls]
     assert whole["usage"] == {
-        "input_tokens": usage["prompt_tokens"],
+        "input_tokens": usage["prompt_tokens"] - 3,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
+        "cache_read_input_tokens": 3,
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
     }

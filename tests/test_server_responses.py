@@ -198,8 +198,8 @@ def test_a_stream_says_what_the_whole_response_says(default_tokenizer, name, siz
     options, parts = SCRIPTS[name]
     ids = text_ids(default_tokenizer, *parts)
     body = REQUEST | options | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    whole = call(responses, context(default_tokenizer, ids, sizes=(7,)), body)
-    events = call(responses, context(default_tokenizer, ids, sizes=sizes), body | {"stream": True})
+    whole = call(responses, context(default_tokenizer, ids, sizes=(7,), cached=3), body)
+    events = call(responses, context(default_tokenizer, ids, sizes=sizes, cached=3), body | {"stream": True})
     assert without_ids(events[-1]["response"]) == without_ids(whole)
     assert folded(events) == events[-1]["response"]["output"]
     assert events[-1]["type"] == f"response.{whole['status']}" and events[0]["response"]["usage"] is None
@@ -219,6 +219,7 @@ def test_a_stream_says_what_the_whole_response_says(default_tokenizer, name, siz
     functions = [one["function"] for one in message.get("tool_calls", [])]
     assert calls == [(function["name"], function["arguments"]) for function in functions]
     assert whole["usage"]["input_tokens"] == usage["prompt_tokens"]
+    assert whole["usage"]["input_tokens_details"]["cached_tokens"] == 3
     assert whole["usage"]["output_tokens"] == usage["completion_tokens"]
     assert whole["usage"]["total_tokens"] == usage["total_tokens"]
     reasoning_tokens = usage["completion_tokens_details"]["reasoning_tokens"]
@@ -273,12 +274,6 @@ def test_logprobs_are_those_of_the_answer(default_tokenizer):
     assert [[top["logprob"] for top in entry["top_logprobs"]] for entry in entries] == expected
     output = call(responses, context(default_tokenizer, ids), REQUEST)["output"]
     assert output[1]["content"][0]["logprobs"] == []
-
-
-def test_cached_tokens_are_reported(default_tokenizer):
-    server = context(default_tokenizer, [1])
-    server.engine.cached_tokens = 5
-    assert call(responses, server, REQUEST)["usage"]["input_tokens_details"]["cached_tokens"] == 5
 
 
 def test_drafts_are_part_of_the_usage_if_there_were_any(default_tokenizer):

@@ -18,6 +18,7 @@ from serving import Request, Server
 
 from dsv4jax.batch import DecodeBucket, PrefillBucket, SpeculativeRequest, replay_start, speculative_batch
 from dsv4jax.cache import CacheConfig
+from dsv4jax.model.rope import rotate, rotation
 from dsv4jax.sampling_settings import RequestSampling
 from dsv4jax.speculation import draft_step, speculative_step
 from dsv4jax.steps import set_allowed_tokens
@@ -188,6 +189,26 @@ def test_bounded_replay_drafts_do_not_depend_on_chunks(tiny, tokens):
         begin(exact, request)
         same = np.allclose(ring_rows(exact, 1, length)[0], rounds[0][2][0], atol=1e-4)
         assert same == (length == 8)
+
+
+@pytest.mark.parametrize("length", [98_304, 131_072, 200_000, 1_048_000])
+def test_drafts_depend_on_distances_alone(tiny, tokens, length):
+    """The same keys behind any number of tokens, so that nothing gives way where a context becomes long."""
+    server, request = serve(tiny), Request(tokens[0, :50], 0, own_pages(0))
+    begin(server, request)
+    cache = jax.tree.map(jnp.copy, server.cache)
+    expected = server.draft(request)
+    ring = cache.draft_windows[0].shape[1]
+    for turns in ((length - 50) // ring, (length - 50) // ring + 1):  # on both sides of the length
+        # Places in the ring stay as they are, and what has been rotated is rotated further.
+        further = rotation(tiny.cfg, jnp.int32(turns * ring), compressed=False)
+        drafts = cache.drafts.replace(positions=cache.drafts.positions + turns * ring)
+        moved = cache.replace(drafts=drafts, draft_windows=tuple(rotate(a, further) for a in cache.draft_windows))
+        server.cache = jax.tree.map(jnp.copy, moved)
+        output = server.draft(request)
+        assert output.tokens[0].tolist() == expected.tokens[0].tolist()
+        # A phase has a rounding error that grows with the position.
+        np.testing.assert_allclose(output.confidences[0], expected.confidences[0], atol=length * 2.0**-22)
 
 
 @pytest.mark.parametrize("right", range(5))

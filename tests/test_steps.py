@@ -17,6 +17,7 @@ from serving import GREEDY, SMALL_DECODE, SMALL_PREFILL, Request, Server
 
 import dsv4jax.cache
 from dsv4jax.batch import NEXT_TOKEN, DecodeBucket, PrefillBucket, replay_start
+from dsv4jax.engram_hash import DEAD
 from dsv4jax.model import layout
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
 from dsv4jax.quant import qdq_fp8, qdq_mxfp4, qdq_nvfp4
@@ -583,18 +584,23 @@ def test_tables_on_the_host_give_the_same_bits_as_on_the_device(shallow_quantize
 def test_an_image_prompt_in_any_chunks_equals_the_whole_run(shallow):
     rng = np.random.default_rng(2)
     ids, mask = rng.integers(3, 300, 61).astype(np.int32), np.zeros(61, bool)
-    mask[4:19] = mask[33:50] = True
+    mask[4:19] = mask[33:59] = True
     ids[mask] = shallow.cfg.image_token_id
     embeddings = rng.normal(size=(61, shallow.cfg.hidden_size)).astype(np.float32)
     whole = forward(
         shallow.params, ids[None], cfg=shallow.cfg, image_mask=mask[None], embeddings=embeddings[None], numerics=NOQUANT
     )
-    bucket = PrefillBucket(tokens=64, requests=1, pages=PAGES, tile=4, images=40)
+    bucket = PrefillBucket(tokens=64, requests=1, pages=PAGES, tile=4, images=41)
+    compressed = np.where(mask, DEAD, np.asarray(shallow.params["engram_token_map"])[ids])
     for cuts in ([], [5, 17, 18, 40]):
         server = serve(shallow, prefill=bucket, poison=True)
         request = Request(ids, 0, list(range(PAGES)), image_mask=mask, image_embeddings=embeddings[mask])
         server.start(request)
         assert distance(server.prefill_all(request, cuts), 0, np.asarray(whole.logits)[0, -1:]) < TOLERANCE
+        # What decode steps hash of it: images hide themselves and all before them there too.
+        ring = np.asarray(server.cache.ngram_ids[0])
+        newest = np.arange(61 - len(ring), 61)
+        assert ring[newest % len(ring)].tolist() == compressed[newest].tolist() and mask[newest].any()
 
 
 def test_fast_mode_stays_close_to_reference_mode(tiny, sequences):

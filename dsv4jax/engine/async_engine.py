@@ -124,7 +124,10 @@ class AsyncEngine:
 
         Raises:
           RequestTooLarge, QueueFull, EngineStopped: it would not.
+          ValueError: a token id or a bias is out of range, which would fail the step of all requests.
         """
+        for request in requests:
+            _check_values(request, self.vocab_size)
         try:
             with self._lock:
                 self._check(requests)
@@ -143,7 +146,7 @@ class AsyncEngine:
 
         Raises:
           RequestTooLarge, QueueFull, EngineStopped: before anything starts; the last also when the engine dies.
-          ValueError: the request id is in use.
+          ValueError: the request id is in use, or as `check`.
         """
         self.check(request)
         if request.request_id in self._streams:
@@ -310,6 +313,17 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(_wake, streams)
             except RuntimeError:  # the reader's event loop is closed
                 _log.warning("%d readers are gone with their event loop", len(streams))
+
+
+def _check_values(request: GenerationRequest, vocab_size: int) -> None:
+    """Raises ValueError for what the executor could not pack."""
+    prompt = request.prompt
+    if not 0 <= prompt.min() <= prompt.max() < vocab_size:
+        place = int(np.flatnonzero((prompt < 0) | (prompt >= vocab_size))[0])
+        raise ValueError(f"prompt[{place}] = {prompt[place]}: must be from 0 to {vocab_size - 1}")
+    for token, value in request.logit_bias.items():
+        if not (0 <= token < vocab_size and -100 <= value <= 100):
+            raise ValueError(f"logit_bias[{token}] = {value}: must be -100 to 100 for a token below {vocab_size}")
 
 
 def _wake(streams: list[_Stream]) -> None:

@@ -130,6 +130,11 @@ class PagePool:
             self._keys[page] = key
             self._page_of[key] = page
 
+    def withdraw(self, pages: Sequence[int]) -> None:
+        """Held pages that `match` finds no more."""
+        for page in pages:
+            self._forget(page)
+
     def forget_prefixes(self) -> None:
         """No page is found any more; kept ones become free."""
         self._page_of.clear()

@@ -14,7 +14,7 @@ from dsv4jax.engine.plan import Decodes, Prefill, RankPlan, SlotMask, SlotStart,
 from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
 from dsv4jax.engine.slots import Slots
-from dsv4jax.engine.token_mask import Mask, MaskError, one_mask
+from dsv4jax.engine.token_mask import Mask, mask_failure, one_mask
 
 _REQUEST_LOAD = 256  # what a running request weighs, in tokens of prefill
 _CONTEXT_LOAD = 1 / 64  # and each token in its pages
@@ -212,8 +212,8 @@ class Rank:
         known = slots.drafts[slot, : min(drafts, slots.draft_counts[slot])]
         try:
             masks = sequence.mask.along(known.tolist())
-        except MaskError as error:
-            failed.append((sequence, str(error)))
+        except Exception as error:  # whatever it is, it is no matter of the other choices
+            failed.append((sequence, mask_failure(error)))
             return None
         self._set_mask(sequence, one_mask(masks))
         return len(masks) - 1
@@ -230,6 +230,11 @@ class Rank:
         for i in range(sequence.published, confirmed // size):
             self.pool.publish(sequence.pages[i], sequence.page_keys[i])
         sequence.published = max(sequence.published, confirmed // size)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """No page of a choice is reused from now on: it may hold what made its logits undefined."""
+        self.pool.withdraw(sequence.pages)
+        sequence.published = len(sequence.pages)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if slots or pages are lost or shared wrongly."""
@@ -272,9 +277,9 @@ class Rank:
             return False
         try:
             mask = sequence.mask.next(ahead)
-        except MaskError as error:
+        except Exception as error:
             if not ahead:  # the token under way may end the choice
-                failed.append((sequence, str(error)))
+                failed.append((sequence, mask_failure(error)))
             return False
         self._set_mask(sequence, mask)
         return True

@@ -15,7 +15,7 @@ from dsv4jax.engine.request import FinishReason
 from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
 from dsv4jax.engine.slots import Rows, Slots
-from dsv4jax.engine.token_mask import MaskError
+from dsv4jax.engine.token_mask import mask_failure
 
 _UNDEFINED = "the model's logits were undefined (NaN or infinite)"
 
@@ -81,6 +81,9 @@ class Results:
             row = rank.number * self._cfg.slots + sequence.slot
             drafted += drafts
             if sequence.slot < 0 or slots.epochs[row] != epoch:
+                continue
+            if math.isnan(sampled.logprobs[place]):  # between chunks, too: its pages are not to be found
+                self._end_undefined(sequence, update)
                 continue
             if sequence.request.prompt_logprobs >= 0 and sequence.first_token is None:
                 sequence.prompt_logprobs.append(result.prompt_logprobs[place])
@@ -163,7 +166,7 @@ class Results:
         known, logprobs = len(sequence.generated), got.logprobs[row, :count].tolist()
         for token, logprob in zip(got.tokens[row, :count].tolist(), logprobs, strict=True):
             if math.isnan(logprob):
-                update.finished.append((sequence, "error", _UNDEFINED))
+                self._end_undefined(sequence, update)
                 break
             sequence.generated.append(token)
             if self._see_end(sequence, token, update):
@@ -176,6 +179,10 @@ class Results:
             sequence.top_logprobs += got.best(row, taken, most)
         return taken
 
+    def _end_undefined(self, sequence: Sequence, update: Update) -> None:
+        update.finished.append((sequence, "error", _UNDEFINED))
+        self._ranks[sequence.rank].distrust(sequence)
+
     def _see_end(self, sequence: Sequence, token: int, update: Update) -> bool:
         """Whether the choice ends with its newest token."""
         request = sequence.request
@@ -183,8 +190,8 @@ class Results:
         if sequence.mask is not None:
             try:
                 sequence.mask.push(token)
-            except MaskError as error:
-                end = "error", str(error)
+            except Exception as error:  # whatever it is, it is no matter of the other choices
+                end = "error", mask_failure(error)
         if end is None:
             if token == self._cfg.eos_id and not request.ignore_eos:
                 end = "stop", None

@@ -8,6 +8,7 @@ reasoning budget forces, and the end of sentence after a grammar that nothing ca
 import collections
 import copy
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -15,6 +16,8 @@ import numpy as np
 from jaxtyping import Bool, UInt32
 
 from dsv4jax.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 THINK_END = "</think>"
 
@@ -26,6 +29,14 @@ _ALWAYS = 2**30  # more tokens than any reply has
 
 class MaskError(RuntimeError):
     """A grammar failed, a token was chosen that was not allowed, or none is allowed. Ends one request only."""
+
+
+def mask_failure(error: Exception) -> str:
+    """What is told of a choice whose mask has raised; only that it did, if that was not foreseen."""
+    if isinstance(error, MaskError):
+        return str(error)
+    _log.error("a mask failed", exc_info=error)
+    return "the rules for its tokens failed"
 
 
 class GrammarState(Protocol):
