@@ -2,6 +2,7 @@
 
     python scripts/bench_drafts.py --output drafts.json
     python scripts/bench_drafts.py --requests 1,64 --acceptance 0.9,0.8,0.7,0.6,0.5 --output drafts.json
+    python scripts/bench_drafts.py --simulate drafts.json --rate_requests 1,8,16,64 --output simulated.json
 
 One device in the place of one rank of `--ranks`, with random weights at released widths and a cache of random records;
 what the links between devices would take is not in the times. For each number of requests: plain decoding, a draft
@@ -13,18 +14,26 @@ round.
 Reliability tables say how well confidences predicted acceptance: once without synthetic acceptance, which with random
 weights says nothing about the released model, and once with it, where both columns must agree.
 
+`--rate_requests` runs an engine, from the scheduler to the device: tokens per second with each fixed number of drafts
+and with steps that choose among programs with room for none or for each of these numbers, by times measured at the
+start. With `--simulate` this is all that runs, on the simulated executor, with the times of an earlier report.
+
 The JSON file is whole after every row. What fails is a row with its error, and the rest follows.
 """
 
 import dataclasses
 import functools
+import json
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from absl import app, flags
 
+from dsv4jax.bench.draft_rates import MeasuredTimes, device_rates, simulated_rates
 from dsv4jax.bench.drafts import DraftCase, mean_length
 from dsv4jax.bench.host_gap import host_gap
 from dsv4jax.bench.random_state import random_params
@@ -56,6 +65,20 @@ _IMPLEMENTATION = flags.DEFINE_enum(
 )
 _ENGINE = flags.DEFINE_multi_integer("engine_requests", [], "Also the host gap of an engine with so many requests.")
 _STEPS = flags.DEFINE_integer("engine_steps", 60, "Steps of the engine that are timed.", lower_bound=2)
+_RATES = flags.DEFINE_list("rate_requests", None, "Also tokens per second through an engine of so many requests.")
+_RATE_STEPS = flags.DEFINE_integer("rate_steps", 500, "Steps of each of these that count.", lower_bound=2)
+_SIMULATE = flags.DEFINE_string(
+    "simulate", None, "Report of an earlier run: --rate_requests on the simulated executor with its times, no device."
+)
+_SPREAD = flags.DEFINE_float(
+    "spread", 0.0, "With --simulate: how far the logits of a law move from time to time (standard deviation).", 0.0
+)
+_COST_NOISE = flags.DEFINE_float(
+    "cost_noise",
+    0.0,
+    "With --simulate: relative error of the times that choices are made by (standard deviation).",
+    0.0,
+)
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Timed steps per point.", lower_bound=1)
 _CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
@@ -136,10 +159,25 @@ def measure_load(
     report.attempt("reliability", names, tables)
 
 
+def measure_rates(report: Report, laws: list[np.ndarray], rates: Callable[..., list[dict[str, Any]]]) -> None:
+    """Rows of tokens per second through an engine; `rates` takes the requests and the law."""
+    if _RATES.value is None:
+        return
+    for requests in numbers("rate_requests", _RATES.value, 1, 4096):
+        for law in laws:
+            names = {"requests": int(requests), "law": " ".join(f"{p:g}" for p in law)}
+            try:
+                rows = rates(requests=int(requests), law=law)
+            except Exception as error:
+                rows = [{"error": f"{type(error).__name__}: {error}"}]
+            for row in rows:
+                report.add("rates", {**names, **row})
+
+
 def goals(report: Report) -> list[dict[str, Any]]:
     """Whether a cycle of one request takes less than 1.35 plain steps, and choosing is within 3 % of the best."""
     found = []
-    for row in report.contents.get("steps", []):
+    for row in [*report.contents.get("steps", []), *report.contents.get("rates", [])]:
         if row["requests"] == 1 and row["drafts"].isdecimal() and "times_plain_step" in row:
             value, goal = row["times_plain_step"], f"1 request, {row['drafts']} drafts: cycle under 1.35 plain steps"
             found.append({"goal": goal, "value": value, "met": value < 1.35})
@@ -149,13 +187,26 @@ def goals(report: Report) -> list[dict[str, Any]]:
     return found
 
 
-def run(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) -> None:
-    """Compiles everything, then measures one number of requests after the other."""
-    fixed = tuple(int(k) for k in numbers("fixed", _FIXED.value, 1, cfg.dspark_block_size))
+def fixed_and_laws(block: int) -> tuple[tuple[int, ...], list[np.ndarray]]:
+    """Numbers of drafts, ascending, and laws for the largest of them."""
+    fixed = tuple(sorted({int(k) for k in numbers("fixed", _FIXED.value, 1, block)}))
     laws = [np.float32(numbers("acceptance", text.split(","), 0, 1)) for text in _ACCEPTANCE.value]
     if any(len(law) < max(fixed) for law in laws):
         raise app.UsageError(f"--acceptance={_ACCEPTANCE.value}: every law must be for {max(fixed)} drafts")
-    laws = [law[: max(fixed)] for law in laws]
+    return fixed, [law[: max(fixed)] for law in laws]
+
+
+def simulate(report: Report) -> None:
+    """Rates with the times of an earlier report."""
+    fixed, laws = fixed_and_laws(ModelConfig().dspark_block_size)
+    times = MeasuredTimes.from_rows(json.loads(Path(_SIMULATE.value).read_text(encoding="utf-8"))["steps"])
+    options = {"steps": _RATE_STEPS.value, "spread": _SPREAD.value, "noise": _COST_NOISE.value}
+    measure_rates(report, laws, functools.partial(simulated_rates, times, fixed=fixed, **options))
+
+
+def run(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) -> None:
+    """Compiles everything, then measures one number of requests after the other."""
+    fixed, laws = fixed_and_laws(cfg.dspark_block_size)
     cases = [
         DraftCase(
             cfg, numerics, layout, int(n), _CONTEXT.value, fixed, _NOISE.value, _TEMPERATURE.value, _REPEATS.value
@@ -173,6 +224,8 @@ def run(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) ->
     report.add("compilation", {"programs": len(programs), "seconds": time.perf_counter() - begin})
     for case in cases:
         measure_load(report, case, {way: programs[case.requests, way] for way in case.ways}, params, laws)
+    on_device = functools.partial(device_rates, params, cfg, numerics, layout, fixed=fixed, steps=_RATE_STEPS.value)
+    measure_rates(report, laws, on_device)
     for requests in _ENGINE.value:
         for drafts in (0, max(fixed)):
             law = laws[0][:drafts] if drafts else None
@@ -186,6 +239,11 @@ def run(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) ->
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    if _SIMULATE.value:
+        report = Report(_OUTPUT.value, simulated_with=_SIMULATE.value, spread=_SPREAD.value, noise=_COST_NOISE.value)
+        simulate(report)
+        conclude(report)
+        return
     use_compilation_cache(_CACHE.value)
     if _MODEL.value:
         cfg = ModelConfig.from_checkpoint(_MODEL.value)
@@ -203,7 +261,12 @@ def main(argv: list[str]) -> None:
     )
     print(f"{numerics.implementation}{f' ({why})' if why else ''}, one rank of {_RANKS.value}", flush=True)
     run(report, cfg, numerics, emulated_rank(_RANKS.value))
-    for section in ("steps", "engine"):
+    conclude(report)
+
+
+def conclude(report: Report) -> None:
+    """Prints tables, and judges."""
+    for section in ("steps", "rates", "engine"):
         if section in report.contents:
             print(f"\n{section}\n{text_table(report.contents[section])}")
     for row in report.contents.get("reliability", []):
