@@ -64,8 +64,9 @@ class SpeculativeOutput:
     top_logprobs: Float32[Array, "requests tokens 20"]
     verified: Int32[Array, " requests"]
     """Drafts that were verified, of which counts - 1 stand."""
-    confidences: Float32[Array, "requests drafts"]
-    """Of the verified drafts, as `DraftOutput` has them; `step_statistics` takes these three."""
+    confidences: Float32[Array, "requests block"]
+    """Of all drafts there were, verified or not, as `DraftOutput` has them; NaN where there was none. `step_statistics`
+    takes these three."""
     expert_load: Int[Array, "layers experts"] | None
     draft: DraftOutput
     """The next drafts, which the slots hold."""
@@ -139,7 +140,7 @@ def speculative_step(
       draft_placement: as in `draft_step`.
       step_seconds: `StepCosts.table()` of this program, by which each rank chooses how many of its drafts to verify;
         None for as many as the batch allows.
-      forced_acceptance: for benchmarks only, see `verify`; an array for each draft of the batch's bucket. If it forces,
+      forced_acceptance: for benchmarks only, see `verify`; for each draft of the batch's bucket at least. If it forces,
         the confidences are those of a head that knows it.
 
     Raises:
@@ -186,7 +187,7 @@ def speculative_step(
             valid,
             method=method,
             pause_tokens=batch.pause_tokens,
-            forced_acceptance=forced,
+            forced_acceptance=None if forced is None else forced[: batch.tile - 1],
         )
         state = keep_next_tokens(state, run.slots, verified.tokens, verified.emitted)
         chosen = jnp.where(active, verified.accepted + 1, 0)
@@ -199,7 +200,9 @@ def speculative_step(
             top_tokens=verified.top_tokens,
             top_logprobs=verified.top_logprobs,
             verified=counts,
-            confidences=drafts.confidences[:, : batch.tile - 1],
+            confidences=jnp.where(
+                jnp.arange(drafts.confidences.shape[1]) < drafts.counts[:, None], drafts.confidences, jnp.nan
+            ),
             expert_load=None,
             draft=draft,
         )
@@ -207,7 +210,7 @@ def speculative_step(
 
     shared = (params, placement, draft_placement, step_seconds, forced_acceptance)
     (cache, output), (load, draft_load) = layout.map(step, shared, cache, batch)
-    names = ("counts", "verified", "tokens", "logprobs", "top_tokens", "top_logprobs", "next_drafts")
+    names = ("counts", "verified", "tokens", "logprobs", "top_tokens", "top_logprobs", "confidences", "next_drafts")
     readable = layout.to_all_processes({name: getattr(output, name) for name in names})
     draft = output.draft.replace(tokens=readable.pop("next_drafts"), expert_load=draft_load)
     return cache, output.replace(expert_load=load, draft=draft, **readable)

@@ -2,6 +2,7 @@
 
     python scripts/bench_drafts.py --report out
     python scripts/bench_drafts.py --requests 1,64 --acceptance 0.9,0.8,0.7,0.6,0.5 --report out
+    python scripts/bench_drafts.py --simulate out/speculation.json --rate_requests 1,8,16,64 --report simulated
 
 One device in the place of one rank of `--ranks`, with random weights at released widths and a cache of random records;
 what the links between devices would take is not in the times. For each number of requests: plain decoding, a draft
@@ -13,12 +14,17 @@ round.
 Reliability tables say how well confidences predicted acceptance: once without synthetic acceptance, which with random
 weights says nothing about the released model, and once with it, where both columns must agree.
 
+`--rate_requests` runs an engine, from the scheduler to the device: tokens per second with each fixed number of drafts
+and with steps that choose among programs with room for none or for each of these numbers, by times measured at the
+start. With `--simulate` this is all that runs, on the simulated executor, with the times of an earlier report.
+
 The JSON file is whole after every row. What fails is a row with its error, and the rest follows.
 """
 
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,12 +32,13 @@ import numpy as np
 from absl import app, flags
 
 from dsv4jax.bench.conditions import conditions, flag_values
+from dsv4jax.bench.draft_rates import MeasuredTimes, device_rates, simulated_rates
 from dsv4jax.bench.drafts import DraftCase, acceptance, mean_length, reliability
 from dsv4jax.bench.host_gap import host_gap
 from dsv4jax.bench.page import reported
 from dsv4jax.bench.plots import Axis, Plot
 from dsv4jax.bench.random_state import random_params
-from dsv4jax.bench.result import Result, text_table
+from dsv4jax.bench.result import Result, load, text_table
 from dsv4jax.bench.steps import PAGE, caught, compile_apart, use_compilation_cache
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig
@@ -59,6 +66,20 @@ _IMPLEMENTATION = flags.DEFINE_enum(
 )
 _ENGINE = flags.DEFINE_multi_integer("engine_requests", [], "Also the host gap of an engine with so many requests.")
 _STEPS = flags.DEFINE_integer("engine_steps", 60, "Steps of the engine that are timed.", lower_bound=2)
+_RATES = flags.DEFINE_list("rate_requests", None, "Also tokens per second through an engine of so many requests.")
+_RATE_STEPS = flags.DEFINE_integer("rate_steps", 500, "Steps of each of these that count.", lower_bound=2)
+_SIMULATE = flags.DEFINE_string(
+    "simulate", None, "Result of an earlier run: --rate_requests on the simulated executor with its times, no device."
+)
+_SPREAD = flags.DEFINE_float(
+    "spread", 0.0, "With --simulate: how far the logits of a law move from time to time (standard deviation).", 0.0
+)
+_COST_NOISE = flags.DEFINE_float(
+    "cost_noise",
+    0.0,
+    "With --simulate: relative error of the times that choices are made by (standard deviation).",
+    0.0,
+)
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Timed steps per point.", lower_bound=1)
 _CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
 _REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
@@ -140,10 +161,23 @@ def measure_load(
         result.add_rows("reliability", [{**told, **row} for row in reliability(run.statistics)])
 
 
+def measure_rates(result: Result, laws: list[np.ndarray], rates: Callable[..., list[dict[str, Any]]]) -> None:
+    """Rows of tokens per second through an engine; `rates` takes the requests and the law."""
+    if _RATES.value is None:
+        return
+    for requests in numbers("rate_requests", _RATES.value, 1, 4096):
+        for law in laws:
+            names = {"requests": int(requests), "law": " ".join(f"{p:g}" for p in law)}
+            rows = caught(lambda requests=int(requests), law=law: rates(requests=requests, law=law))
+            if isinstance(rows, Exception):
+                rows = [{"error": f"{type(rows).__name__}: {rows}"}]
+            result.add_rows("rates", [{**names, **row} for row in rows])
+
+
 def goals(result: Result) -> list[dict[str, Any]]:
     """Whether a cycle of one request takes less than 1.35 plain steps, and choosing is within 3 % of the best."""
     found = []
-    for row in result.rows.get("steps", []):
+    for row in [*result.rows.get("steps", []), *result.rows.get("rates", [])]:
         if row["requests"] == 1 and row["drafts"].isdecimal() and "times_plain_step" in row:
             value, goal = row["times_plain_step"], f"1 request, {row['drafts']} drafts: cycle under 1.35 plain steps"
             found.append({"goal": goal, "value": value, "met": value < 1.35})
@@ -179,6 +213,7 @@ def empty_result(given: dict[str, Any]) -> Result:
             "draft_rounds": ("requests",),
             "acceptance": (*by, "position"),
             "reliability": (*by, "survival"),
+            "rates": ("requests", "drafts", "law"),
             "engine": ("requests_per_rank", "drafts"),
         },
         control={"what": "plain decoding of the same requests: drafts 0; for adaptive steps the best fixed number"},
@@ -187,6 +222,8 @@ def empty_result(given: dict[str, Any]) -> Result:
                  by=("drafts", "law")),
             Plot("stacked", "Where the time of a step goes", "steps", "drafts",
                  ("draft_milliseconds", "verify_milliseconds"), Axis("drafts"), Axis("time", "ms"), by=("requests",)),
+            Plot("line", "Speed of an engine by load", "rates", "requests", ("tokens_per_second",), requests, speed,
+                 by=("drafts", "law")),
             Plot("line", "Acceptance by position", "acceptance", "position", ("accepted",), Axis("position"), share,
                  by=by),
             Plot("line", "Reliability of confidences", "reliability", "predicted", ("predicted", "accepted"),
@@ -198,12 +235,25 @@ def empty_result(given: dict[str, Any]) -> Result:
 
 def sizes(cfg: ModelConfig) -> tuple[tuple[int, ...], list[np.ndarray], list[int]]:
     """Fixed numbers of drafts, laws of acceptance and numbers of requests that the flags ask for."""
-    fixed = tuple(int(k) for k in numbers("fixed", _FIXED.value, 1, cfg.dspark_block_size))
+    fixed = tuple(sorted({int(k) for k in numbers("fixed", _FIXED.value, 1, cfg.dspark_block_size)}))
     laws = [np.float32(numbers("acceptance", text.split(","), 0, 1)) for text in _ACCEPTANCE.value]
     if any(len(law) < max(fixed) for law in laws):
         raise app.UsageError(f"--acceptance={_ACCEPTANCE.value}: every law must be for {max(fixed)} drafts")
     requests = [int(n) for n in numbers("requests", _REQUESTS.value, 1, 4096)]
     return fixed, [law[: max(fixed)] for law in laws], requests
+
+
+def simulate() -> None:
+    """Rates with the times of an earlier run."""
+    fixed, laws, _ = sizes(ModelConfig())
+    times = MeasuredTimes.from_rows(load(_SIMULATE.value).rows.get("steps", []))
+    given = conditions(
+        model="none: times of steps as measured", layout="one rank", flags=flag_values(globals()), seed=0
+    )
+    options = {"steps": _RATE_STEPS.value, "spread": _SPREAD.value, "noise": _COST_NOISE.value}
+    with reported(_REPORT.value, empty_result(given)) as result:
+        measure_rates(result, laws, functools.partial(simulated_rates, times, fixed=fixed, **options))
+        conclude(result)
 
 
 def run(
@@ -231,6 +281,8 @@ def run(
     result.add_row("compilation", {"programs": len(programs), "seconds": time.perf_counter() - begin})
     for case in cases:
         measure_load(result, case, {way: programs[case.requests, way] for way in case.ways}, params, laws)
+    on_device = functools.partial(device_rates, params, cfg, numerics, layout, fixed=fixed, steps=_RATE_STEPS.value)
+    measure_rates(result, laws, on_device)
     for requests in _ENGINE.value:
         for drafts in (0, max(fixed)):
             law = laws[0][:drafts] if drafts else None
@@ -244,6 +296,9 @@ def run(
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    if _SIMULATE.value:
+        simulate()
+        return
     use_compilation_cache(_CACHE.value)
     if _MODEL.value:
         cfg = ModelConfig.from_checkpoint(_MODEL.value)
@@ -267,13 +322,18 @@ def main(argv: list[str]) -> None:
     print(f"{numerics.implementation}{f' ({why})' if why else ''}, one rank of {_RANKS.value}", flush=True)
     with reported(_REPORT.value, empty_result(given)) as result:
         run(result, cfg, numerics, emulated_rank(_RANKS.value), *asked)
-        for section in ("steps", "acceptance", "reliability", "engine"):
-            if section in result.rows:
-                print(f"\n{section}\n{text_table(result.rows[section])}")
-        for row in goals(result):
-            result.add_row("goals", row)
-            result.verdicts.append(f"{row['goal']}: {row['value']:.3g}, {'met' if row['met'] else 'not met'}")
-        result.verdicts += speed_verdicts(result.rows.get("steps", []))
+        conclude(result)
+
+
+def conclude(result: Result) -> None:
+    """Prints tables, and judges."""
+    for section in ("steps", "acceptance", "reliability", "rates", "engine"):
+        if section in result.rows:
+            print(f"\n{section}\n{text_table(result.rows[section])}")
+    for row in goals(result):
+        result.add_row("goals", row)
+        result.verdicts.append(f"{row['goal']}: {row['value']:.3g}, {'met' if row['met'] else 'not met'}")
+    result.verdicts += speed_verdicts(result.rows.get("steps") or result.rows.get("rates", []))
 
 
 if __name__ == "__main__":

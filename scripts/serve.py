@@ -43,6 +43,7 @@ from dsv4jax.engine.async_engine import AsyncEngine
 from dsv4jax.engine.broadcast import BroadcastExecutor, follow
 from dsv4jax.engine.channel import ChannelConfig, ChannelFailure, FollowerChannel, end_process, open_channel
 from dsv4jax.engine.cluster import join_cluster
+from dsv4jax.engine.draft_room import DraftRoom
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.engine_params import load_engine_params
 from dsv4jax.engine.engine_shape import EngineShape, scheduler_config
@@ -220,10 +221,11 @@ def _engine(
         params = load_engine_params(model, cfg, shape, layout)
     usable = min(tokenizer.vocab_size, cfg.vocab_size)
     executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value, balancers=balancers)
+    room = None
     if channel is None:
         executor.warm_up()
         if shape.drafts and not shape.deterministic:
-            executor.measure_costs()
+            room = DraftRoom(executor.measure_costs(), cache_cfg.slots, layout.ranks)
     else:
         channel.meet()
         with channel.watch("the first run of all programs", channel.config.start_seconds):
@@ -236,7 +238,7 @@ def _engine(
     if channel is not None:
         leading = BroadcastExecutor(executor, channel)
         stack.callback(leading.finish)
-    scheduler = Scheduler(scheduler_cfg)
+    scheduler = Scheduler(scheduler_cfg, room)
     cache_info = {
         "num_gpu_blocks": cache_cfg.pages * layout.ranks,
         "block_size": cache_cfg.page_size,

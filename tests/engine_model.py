@@ -144,7 +144,7 @@ class CheckingExecutor:
 
     def __init__(self, cfg, acceptance=0.6):
         self.cfg, self.acceptance = cfg, acceptance
-        self.rng = np.random.default_rng(0)
+        self.rng, self.predictions = np.random.default_rng(0), np.random.default_rng(1)
         self.fail_next = 0
         self.failures = 0
         self.failures_in_a_row = 0
@@ -301,6 +301,7 @@ class CheckingExecutor:
             tokens=np.array([row + [0] * (width - len(row)) for row in rows], np.int32),
             logprobs=np.zeros((len(rows), width), np.float32),
             next_drafts=np.array(next_drafts, np.int32).reshape(len(rows), self.cfg.drafts),
+            confidences=self.predictions.normal(0, 3, (len(rows), self.cfg.drafts)).astype(np.float32),
         )
 
     def _write(self, rank, slot, pages, position, token, chunk):

@@ -2,16 +2,26 @@
 
 import json
 import re
+import time
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from bench_scripts import load_script, run_script, small_config
 
+from dsv4jax.bench import draft_rates
+from dsv4jax.bench.draft_rates import MeasuredTimes
 from dsv4jax.bench.drafts import acceptance, reliability
 from dsv4jax.bench.result import Result, load
 from dsv4jax.checkpoint.random import random_params
+from dsv4jax.config import ModelConfig
 from dsv4jax.draft_statistics import step_statistics
+from dsv4jax.engine.draft_room import DecodeTimes
+from dsv4jax.engine.programs import equal_costs
+from dsv4jax.engine.simulated import SimulatedExecutor, constant_tokens, fixed_acceptance
+from dsv4jax.numerics import REFERENCE
+from sharding import SINGLE
 
 
 @pytest.fixture
@@ -56,6 +66,71 @@ def test_the_script_times_plain_fixed_and_adaptive_steps_and_judges_them(script,
     fastest = max(ways, key=lambda way: ways[way]["tokens_per_second"])
     assert result.verdicts[-1].startswith(f"1 requests, acceptance 1 1: {fastest} is the fastest, ")
     assert re.search("reliability.*random weights", capsys.readouterr().out, re.S)
+
+
+def test_a_simulation_runs_the_engine_with_the_times_of_a_result(tmp_path):
+    steps = [
+        {"requests": 2, "drafts": "0", "milliseconds": 20.0},
+        {"requests": 2, "drafts": "1", "milliseconds": 26.0, "draft_milliseconds": 4.0},
+        {"requests": 2, "drafts": "1", "milliseconds": 29.0, "draft_milliseconds": 4.0},
+        {"requests": 4, "drafts": "2", "milliseconds": 29.0, "draft_milliseconds": 5.0},
+        {"requests": 4, "drafts": "adaptive", "milliseconds": 99.0},
+        {"requests": 4, "drafts": "2", "error": "out of memory"},
+    ]
+    times = MeasuredTimes.from_rows(steps)
+    assert times == MeasuredTimes({2: 0.02, 4: 0.022, 12: 0.024}, {2: 0.004, 4: 0.005})
+    assert [times.seconds(n, k) for n, k in ((4, 0), (3, 1), (8, 1), (1, 0))] == pytest.approx(
+        [0.022, 0.0225 + 0.0045, 0.025 + 0.007, 0.019]
+    )
+    Result("speculation", {}, rows={"steps": steps}).save(tmp_path / "measured.json")
+    sizes = ["--rate_requests=1,8", "--rate_steps=60", "--fixed=1,3"]
+    laws = ["--acceptance=0.9,0.9,0.9", "--acceptance=0.05,0.05,0.05"]
+    arguments = [f"--simulate={tmp_path / 'measured.json'}", f"--report={tmp_path / 'out'}", *sizes, *laws]
+    run_script("bench_drafts", *arguments, time=time)
+    result = load(tmp_path / "out" / "speculation.json")
+    rows = result.rows["rates"]
+    assert [row["drafts"] for row in rows] == ["0", "1", "3", "adaptive"] * 4
+    chosen = rows[3::4]
+    assert [row["best_fixed"] for row in chosen] == ["3", "0", "3", "0"]
+    assert all(row["times_best_fixed"] > 0.97 for row in chosen)
+    assert rows[2]["milliseconds"] == pytest.approx(1e3 * times.seconds(1, 3))
+    assert "1 requests, 0.9 0.9 0.9: within 3 % of the best: " in result.verdicts[0]
+
+
+def test_rates_on_a_device_are_those_of_programs_with_room_for_each_number(monkeypatch):
+    """With an executor that takes a second a step, and accepts every draft that a program has room for."""
+    law = np.float32([1, 1, 1])
+
+    class Device(SimulatedExecutor):
+        def __init__(self, params, programs):
+            cost, confidences = (lambda plan: 1.0), (lambda positions: np.full((len(positions), 3), 9, np.float32))
+            super().__init__(cost, constant_tokens(7), fixed_acceptance(law), 3, confidences)
+            self.programs = programs
+
+        def warm_up(self, progress):
+            assert [b.tokens_per_request for b in self.programs.buckets.verify] == [2, 4]
+
+        def measure_costs(self):
+            buckets = (*self.programs.buckets.decode, *self.programs.buckets.verify)
+            return [DecodeTimes(b.requests, b.pages, b.tokens_per_request - 1, equal_costs(b)) for b in buckets]
+
+        def close(self):
+            pass
+
+    def programs(cfg, cache_cfg, buckets, numerics, layout, **options):
+        np.testing.assert_array_equal(options["forced_acceptance"], law)
+        return mock.Mock(buckets=buckets)
+
+    monkeypatch.setattr(draft_rates, "Programs", programs)
+    monkeypatch.setattr(draft_rates, "JaxExecutor", Device)
+    rows = draft_rates.device_rates({}, ModelConfig(), REFERENCE, SINGLE, requests=2, fixed=(1, 3), law=law, steps=10)
+    assert [(row["drafts"], row["tokens_per_second"]) for row in rows] == [
+        ("0", 2),
+        ("1", 4),
+        ("3", 8),
+        ("adaptive", 8),
+    ]
+    assert rows[-1]["best_fixed"] == "3" and rows[-1]["times_best_fixed"] == 1
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import pytest
 from golden import NOQUANT, drafting_model
 from test_scheduler import Recorder, assert_empty, drain
 
-from dsv4jax.batch import SpeculativeBatch
+from dsv4jax.batch import DecodeBucket, SpeculativeBatch
 from dsv4jax.cache import CacheConfig
+from dsv4jax.engine.draft_room import DecodeTimes, DraftRoom, Room
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.grammar import (
     Choice,
@@ -60,6 +61,7 @@ class WithRightDrafts(JaxExecutor):
 
     def reset(self):
         super().reset()
+        self.ran = set()  # buckets of decode steps
         self.rng = np.random.default_rng(0)
         self.following = np.zeros((CACHE.slots, LENGTH), np.int32)
 
@@ -73,6 +75,7 @@ class WithRightDrafts(JaxExecutor):
     def _run(self, bucket, batches):
         output = super()._run(bucket, batches)
         (batch,) = batches
+        self.ran |= {bucket} if isinstance(bucket, DecodeBucket) else set()
         if not isinstance(batch, SpeculativeBatch):
             return output
         drafted = output.counts > 0 if bucket in self._programs.buckets.verify else batch.slots < CACHE.slots
@@ -97,6 +100,7 @@ def compiled():
         contexts=[LENGTH],
         prompt_logprobs=False,
         drafts=DRAFTS,
+        fewer_drafts=[1],
     )
     programs = Programs(model.cfg, CACHE, buckets, NOQUANT, progress=False)
     cfg = SchedulerConfig(
@@ -133,9 +137,9 @@ def requests(drafts):
     return made
 
 
-def run(executor, cfg, asked, together):
+def run(executor, cfg, asked, together, room=None):
     executor.reset()
-    engine = Engine(Scheduler(cfg), executor, Recorder())
+    engine = Engine(Scheduler(cfg, room), executor, Recorder())
     made = []
     for request in asked:
         made += engine.submit(request)
@@ -175,9 +179,14 @@ def test_tokens_are_those_without_drafts_with_hits_chunks_and_preemptions(compil
     assert executor.compilations.count == 0
 
 
-def test_deterministic_results_are_the_same_bits_whatever_runs_beside_and_stands_of_the_drafts(compiled, alone):
+def test_deterministic_results_are_the_same_bits_whatever_runs_beside_and_stands_of_the_drafts(
+    compiled, alone, monkeypatch
+):
     executor, cfg = compiled
     cfg = dataclasses.replace(cfg, deterministic=True)
+    buckets = executor._programs.buckets
+    widest = dataclasses.replace(buckets, verify=buckets.verify[-1:])  # one shape per kind of step
+    monkeypatch.setattr(executor._programs, "buckets", widest)
     asked = requests([None, 4, None, 2, None, 0])
     made, stats = run(executor, cfg, asked, together=True)
     assert stats.preemptions > 0 and stats.prefix_hits > 0 and sum(stats.drafts.accepted) > 0
@@ -269,13 +278,46 @@ def test_tokens_under_masks_that_change_are_those_without_drafts(compiled, alone
 
 def test_where_drafts_do_not_pay_only_those_are_verified_that_requests_insist_on(compiled, alone):
     executor, cfg = compiled
-    (bucket,) = executor._programs.buckets.verify
-    most = CACHE.slots * (1 + DRAFTS)
-    costs = executor.measure_costs()
-    assert [*costs[bucket]] == [1, 2, 3, 4, 8, most] and min(costs[bucket].values()) > 0
-    executor._programs.set_costs(bucket, {0: 0.0, 1: 1.0, most: 1.0 + 10 * most})
+    buckets, most = executor._programs.buckets, CACHE.slots * (1 + DRAFTS)
+    times = executor.measure_costs()
+    assert [(t.requests, t.pages, t.drafts) for t in times] == [(CACHE.slots, LENGTH // 4, k) for k in (0, 1, DRAFTS)]
+    for bucket in buckets.verify:
+        executor._programs.set_costs(bucket, {0: 0.0, 1: 1.0, most: 1.0 + 10 * most})
     for drafts in (None, 4):
         made, _ = run(executor, cfg, requests([drafts] * 6)[:3], together=True)
         assert [s.generated for s in made] == [s.generated for s in alone[:3]]
         assert {s.drafted > 0 for s in made} == {drafts is not None}
-    executor._programs.set_costs(bucket, {0: 1.0})
+    for bucket in buckets.verify:
+        executor._programs.set_costs(bucket, {0: 1.0})
+
+
+def test_steps_change_between_programs_as_it_pays_and_tokens_stay_the_same(compiled, alone):
+    """Confidences say one half for each draft: 1.5 tokens for one, 1.94 for four."""
+    executor, cfg = compiled
+    times = [
+        DecodeTimes(CACHE.slots, LENGTH // 4, k, np.full(CACHE.slots * (1 + k) + 1, seconds, np.float32))
+        for k, seconds in ((0, 1.0), (1, 1.2), (DRAFTS, 1.4))
+    ]
+
+    class Changing(DraftRoom):
+        """What pays, by turns with nothing, and with one draft only."""
+
+        turn = 0
+
+        def choose(self, *arguments):
+            self.turn += 1
+            room = super().choose(*arguments)
+            assert room.drafts in (1, DRAFTS) or not arguments[2].any()
+            kind = self.turn % 11
+            return room if kind < 4 or arguments[3].any() else Room(1, True) if kind < 7 else Room(0, kind == 7)
+
+    for asked in (requests([None] * 6), requests([None, 4, None, 2, None, 0])):
+        room = Changing(times, CACHE.slots, 1)
+        made, stats = run(executor, cfg, asked, together=True, room=room)
+        assert stats.preemptions > 0 and stats.prefix_hits > 0
+        for sequence, expected in zip(made, alone, strict=True):
+            assert sequence.generated == expected.generated
+            np.testing.assert_allclose(sequence.logprobs, expected.logprobs, atol=1e-4, rtol=1e-4)
+        np.testing.assert_allclose(room.predicted(np.array([0]), np.array([-2])), [0.5 ** np.arange(1, 5)], rtol=1e-5)
+        assert {b.tokens_per_request for b in executor.ran} == {1, 2, 1 + DRAFTS}
+    assert executor.compilations.count == 0

@@ -249,5 +249,5 @@ def test_masks_come_back_from_a_file(tmp_path):
 @pytest.mark.parametrize("header", ["", "{}\n", json.dumps({"recording": "dsv4jax.engine", "version": 1}) + "\n"])
 def test_other_files_are_refused(tmp_path, header):
     (tmp_path / "r.jsonl").write_text(header)
-    with pytest.raises(ValueError, match=r"r\.jsonl: not a recording of version 3"):
+    with pytest.raises(ValueError, match=r"r\.jsonl: not a recording of version 4"):
         load_recording(tmp_path / "r.jsonl")

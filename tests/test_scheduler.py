@@ -13,6 +13,7 @@ from engine_model import EOS, VOCAB, ChainMask, CheckingExecutor, PausingMask, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv4jax.engine.draft_room import DecodeTimes, DraftRoom
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.plan import RankResult, Sampled, StepResult
 from dsv4jax.engine.replay import ReplayRule
@@ -53,9 +54,9 @@ class Recorder:
         self.rejections.append(reason)
 
 
-def make(cfg=SMALL, depth=2):
+def make(cfg=SMALL, depth=2, room=None):
     executor = CheckingExecutor(cfg)
-    return Engine(Scheduler(cfg), executor, Recorder(), depth=depth), executor
+    return Engine(Scheduler(cfg, room), executor, Recorder(), depth=depth), executor
 
 
 def request(prompt, max_tokens=5, name="r", **options):
@@ -139,14 +140,32 @@ def with_drafts(cfg, drafts):
     return cfg if cfg.tokens_on_host else dataclasses.replace(cfg, drafts=drafts)
 
 
+def some_room(cfg, seed):
+    """Steps in several programs, for drafts that pay or do not; None for as many drafts as there are."""
+    if seed is None or not cfg.drafts or cfg.deterministic:
+        return None
+    rng = np.random.default_rng(seed)
+    fixed, step = rng.uniform(0, 0.3, 2)
+    pages = -(-cfg.max_model_len // cfg.page_size)
+    times = [
+        DecodeTimes(
+            requests, pages, drafts, np.float32(1 + fixed * drafts + step * np.arange(requests * (1 + drafts) + 1))
+        )
+        for requests in sorted({1, cfg.slots})
+        for drafts in sorted({0, 1, cfg.drafts // 2 + 1, cfg.drafts})
+    ]
+    return DraftRoom(times, cfg.slots, cfg.ranks, plain_steps=3)
+
+
 @settings(max_examples=3000, deadline=None)
 @given(
     cfg=st.builds(with_drafts, CONFIGS, st.sampled_from([0, 1, 5])),
     depth=st.integers(1, 2),
+    room=st.none() | st.integers(0, 100),
     events=st.lists(EVENTS, min_size=5, max_size=40),
 )
-def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, events):
-    engine, executor = make(cfg, depth)
+def test_no_schedule_loses_a_page_a_slot_or_a_token(cfg, depth, room, events):
+    engine, executor = make(cfg, depth, some_room(cfg, room))
     open_choices, ended_by_hand, told = [], set(), []
     for count, (kind, *args) in enumerate(events):
         if kind == "submit":

@@ -248,6 +248,7 @@ def test_flags_that_contradict_each_other_are_refused_before_anything_is_compile
         ("--contexts=64,9000",): "--contexts: 9000 is beyond --max_model_len=4096",
         ("--contexts=a",): "--contexts=a: must be whole numbers",
         ("--drafts=6",): "--drafts=6: the checkpoint's draft makes at most 5",
+        ("--drafts=4", "--fewer_drafts=1,4"): "--fewer_drafts: 4 must be below --drafts=4",
         ("--decode_requests=99",): "--decode_requests: 99 is beyond --slots=16",
         ("--prefill_tokens=32",): "prefill_tokens = 32: must hold prefill_requests = 4 tiles of 16",
         ("--prefill_tokens=256", "--prefill_requests=17"): "prefill_tokens = 256: must hold prefill_requests = 17",

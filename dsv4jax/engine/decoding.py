@@ -5,6 +5,9 @@ choice was at its end, and at most one more than it verifies drafts. The next st
 every draft that may be run. If pages are short, fewer drafts are verified, and pages that turned out to be unneeded are
 given back before anybody is preempted. A choice leaves no drafts behind when it loses its slot.
 
+How many drafts have room in a step may follow from what pays, see `draft_room`; a choice with a number of its own has
+room for so many in any case.
+
 What a choice may be given is masked, and a mask may change with every token. Where it holds for all tokens in flight
 and of the next step, unless one of a few `pause_tokens` is among them, steps overlap, and the device stops behind such
 a token until the host has seen it. Otherwise the host waits for the drafts themselves and sends the mask behind each.
@@ -15,6 +18,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Bool, Int32
 
+from dsv4jax.engine.draft_room import DraftRoom
 from dsv4jax.engine.draft_totals import DraftCounter
 from dsv4jax.engine.in_flight import Running
 from dsv4jax.engine.plan import NEXT_TOKEN, Decodes, Speculation
@@ -31,8 +35,10 @@ _PerRow = Int32[np.ndarray, " rows"]
 class Decoding:
     """Plans the decoding of all ranks. `counter` is told of drafts that are withheld."""
 
-    def __init__(self, cfg: SchedulerConfig, slots: Slots, ranks: list[Rank], counter: DraftCounter):
-        self._cfg, self._slots, self._ranks, self._counter = cfg, slots, ranks, counter
+    def __init__(
+        self, cfg: SchedulerConfig, slots: Slots, ranks: list[Rank], counter: DraftCounter, room: DraftRoom | None
+    ):
+        self._cfg, self._slots, self._ranks, self._counter, self._room = cfg, slots, ranks, counter, room
         self._slot_of_row = np.tile(np.arange(cfg.slots, dtype=np.int32), cfg.ranks)
         self._first_rows = np.arange(cfg.ranks + 1) * cfg.slots
 
@@ -50,12 +56,14 @@ class Decoding:
         """The next token of those of the runnable choices that are ready, with drafts behind it or without, and the
         state moved to after the step.
 
-        One program for all: with drafts if a choice anywhere drafts, so that weights are read once. In
-        deterministic mode the others do not decide which one. Preempts the worst choices of a rank if its pages run
-        out.
+        One program for all: with drafts if a choice anywhere drafts, so that weights are read once, and with room for
+        the most that any verifies. In deterministic mode the others do not decide which one. Preempts the worst choices
+        of a rank if its pages run out.
         """
         slots, speculate, positions = self._slots, False, self._slots.positions(rows)
-        drafts = self._wanted_drafts(rows, positions) if self._cfg.drafts else np.zeros(len(rows), np.int32)
+        drafts, drafting = np.zeros(len(rows), np.int32), False
+        if self._cfg.drafts:
+            drafts, drafting = self._with_room(rows, self._wanted_drafts(rows, positions), positions)
         wanted, masked = drafts > 0, slots.masked[rows]
         if masked.any():
             ready = self._fit_masks(rows, masked, drafts, failed)
@@ -63,7 +71,7 @@ class Decoding:
         if self._cfg.drafts:
             # The host lacks the position of a choice that has more tokens on their way than steps.
             known = slots.ahead[rows] == slots.unread[rows]
-            speculate = self._cfg.deterministic or bool(wanted.any()) or not known.all()
+            speculate = self._cfg.deterministic or drafting or bool(wanted.any()) or not known.all()
         lacking = np.minimum(positions + 1, slots.ends[rows] - 1) > slots.covered[rows]
         if lacking.any():
             self._grow(rows[lacking], preempt)
@@ -89,6 +97,15 @@ class Decoding:
             self._counter.withheld["context"] += int(np.count_nonzero(too_long & (drafts > 0)))
             drafts[too_long] = 0
         return drafts
+
+    def _with_room(self, rows: Rows, drafts: _PerRow, positions: _PerRow) -> tuple[_PerRow, bool]:
+        """Those of the drafts that have room in the program that pays most, and whether it drafts."""
+        if self._room is None:
+            return drafts, False
+        slots, least = self._slots, np.minimum(self._slots.least_drafts[rows], drafts)
+        reach = int(np.minimum(positions + 1 + drafts, slots.ends[rows] - 1).max())
+        room = self._room.choose(rows, slots.epochs[rows], drafts, least, -(-reach // self._cfg.page_size))
+        return np.minimum(drafts, room.drafts), room.drafting
 
     def _fit_masks(
         self, rows: Rows, masked: Bool[np.ndarray, " rows"], drafts: _PerRow, failed: Failures

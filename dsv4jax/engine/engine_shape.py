@@ -1,6 +1,7 @@
 """What the programs of an engine are compiled for, besides the model: to compile them, or to know what was compiled."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -90,10 +91,12 @@ def shape_buckets(
     replay: Replay,
     deterministic: bool,
     drafts: int,
+    fewer_drafts: Sequence[int] = (),
 ) -> Buckets:
     """The buckets of an engine: all combinations of sizes, in deterministic mode of the largest ones only."""
     if deterministic:
         contexts, prefill_tokens, decode_requests = contexts[-1:], prefill_tokens[-1:], decode_requests[-1:]
+        fewer_drafts = ()
     buckets = make_buckets(
         cache_cfg,
         prefill_tokens=prefill_tokens,
@@ -102,6 +105,7 @@ def shape_buckets(
         contexts=contexts,
         bounded=replay == "bounded",
         drafts=drafts,
+        fewer_drafts=fewer_drafts,
     )
     # Every step of a deterministic engine runs with drafts, if any does.
     return dataclasses.replace(buckets, decode=()) if deterministic and drafts else buckets

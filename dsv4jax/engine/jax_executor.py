@@ -23,6 +23,7 @@ from dsv4jax.batch import (
     StepBatch,
     concatenate_batches,
 )
+from dsv4jax.engine.draft_room import DecodeTimes
 from dsv4jax.engine.plan import (
     Decodes,
     Prefill,
@@ -35,7 +36,7 @@ from dsv4jax.engine.plan import (
     StepPlan,
     StepResult,
 )
-from dsv4jax.engine.programs import Bucket, DraftBucket, Programs, placement_names
+from dsv4jax.engine.programs import Bucket, DraftBucket, Programs, cost_table, placement_names
 from dsv4jax.engine.records import BalanceStats
 from dsv4jax.engine.request import PromptLogprobs
 from dsv4jax.params import Params
@@ -172,48 +173,54 @@ class JaxExecutor:
         self.compilations.count = 0
         self._free_since = time.monotonic()
 
-    def measure_costs(self) -> dict[DecodeBucket, dict[int, float]]:
-        """Measures steps with drafts on short requests, and lets them choose by it how many drafts to verify.
+    def measure_costs(self) -> list[DecodeTimes]:
+        """Measures decode steps on short requests, with drafts and without, and lets steps with drafts choose by it how
+        many to verify.
 
         Not with several processes, which would choose differently. Empties the cache.
 
         Returns:
-          Seconds by the tokens that each rank verified, which `Programs.set_costs` was given.
+          What `DraftRoom` takes; `Programs.set_costs` was given that of steps with drafts.
 
         Raises:
           ValueError: the devices belong to several processes, or a bucket has pages for fewer tokens than are timed.
         """
-        programs = self._programs
+        programs, times = self._programs, []
         if programs.layout.spans_processes:
             raise ValueError("measure_costs: the devices must belong to one process")
-        costs = {}
-        for bucket in programs.buckets.verify:
+        for bucket in (*programs.buckets.decode, *programs.buckets.verify):
             most = bucket.requests * bucket.tokens_per_request
             totals = sorted({*(2**i for i in range(most.bit_length())), bucket.requests, most})
-            costs[bucket] = {total: self._seconds_of(bucket, total) for total in totals}
-            programs.set_costs(bucket, costs[bucket])
+            seconds = {total: self._seconds_of(bucket, total) for total in totals}
+            if bucket in programs.buckets.verify:
+                programs.set_costs(bucket, seconds)
+            drafts = bucket.tokens_per_request - 1
+            times.append(DecodeTimes(bucket.requests, bucket.pages, drafts, cost_table(bucket, seconds)))
         self.reset()
-        return costs
+        return times
 
     def _seconds_of(self, bucket: DecodeBucket, total: int) -> float:
-        """Time of a step in which each rank verifies `total` tokens of as few requests as can be."""
+        """Time of a step in which each rank runs `total` tokens of as few requests as can be."""
         programs, width = self._programs, bucket.tokens_per_request
         size, pages = programs.cache_cfg.page_size, programs.cache_cfg.pages
         used = ceil_div((_TIMED_STEPS + 2) * width, size)
         count = ceil_div(total, width)
-        rows = []
+        rows: list[DecodeTokens | SpeculativeRequest] = []
         for slot in range(count):
             drafts = total // count + (slot < total % count) - 1
             own = (slot * used + np.arange(used, dtype=np.int32)) % pages
-            rows.append(SpeculativeRequest(slot, own, used * size, drafts, drafts, _GREEDY))
+            if bucket in programs.buckets.verify:
+                rows.append(SpeculativeRequest(slot, own, used * size, drafts, drafts, _GREEDY))
+            else:
+                rows.append(DecodeTokens((0,), 0, slot, own, _GREEDY))
         batches = [programs.batch(rows, bucket)] * self._ranks
         self.reset()
-        jax.block_until_ready(self._run(bucket, batches).counts)  # only drafts: there were none yet
+        jax.block_until_ready(self._run(bucket, batches).tokens)  # with drafts: only these, there were none yet
         seconds = []
         for _ in range(_TIMED_STEPS):
             begin = time.monotonic()
             output = self._run(bucket, batches)
-            jax.block_until_ready(output.counts)
+            jax.block_until_ready(output.tokens)
             seconds.append(time.monotonic() - begin)
         return float(np.median(seconds))
 
@@ -404,10 +411,10 @@ class JaxExecutor:
         programs, given = self._programs, [rank for rank in ranks if rank is not None]
         if not given:
             return None
-        bucket = programs.buckets.for_decode(
+        bucket = programs.buckets.for_verify(
             max(len(speculation.slots) for speculation in given),
             ceil_div(max(int(_reached(speculation).max()) for speculation in given), programs.cache_cfg.page_size),
-            drafts=True,
+            max(int(speculation.max_drafts.max()) for speculation in given),
         )
         output = self._run(bucket, [self._speculative_batch(i, ranks[i], bucket) for i in self._local_ranks])
         return _Results(output, self._ranks)
@@ -449,8 +456,9 @@ class JaxExecutor:
         options = {name: placements[name] for name in placement_names(bucket) if name in placements}
         self._cache, output = programs.step(bucket)(self._params, self._cache, batch, **options)
         self._record_loads(bucket, output)
-        names = ("tokens", "logprobs", "counts", "verified", "next_drafts")
-        for array in (getattr(output, name) for name in names if hasattr(output, name)):
+        names = ("tokens", "logprobs", "counts", "verified", "next_drafts", "confidences")
+        read = ("tokens",) if isinstance(output, DraftOutput) else names
+        for array in (getattr(output, name) for name in read if hasattr(output, name)):
             array.copy_to_host_async()
         return output
 
@@ -493,7 +501,7 @@ def _sampled(results: _Results, rank: int, sampling: list[RequestSampling]) -> S
 
 def _speculated(results: _Results, rank: int, sampling: list[RequestSampling]) -> Speculated:
     """The tokens of each of the rank's rows, with the best ones if any request asks for them."""
-    names = ["counts", "verified", "tokens", "logprobs", "next_drafts"]
+    names = ["counts", "verified", "tokens", "logprobs", "next_drafts", "confidences"]
     if max(s.top_logprobs for s in sampling) > 0:
         names += ["top_tokens", "top_logprobs"]
     return Speculated(*(results.of_rank(name, rank)[: len(sampling)] for name in names))

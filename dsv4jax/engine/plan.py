@@ -87,6 +87,7 @@ class Speculation:
     min_drafts: Int32[np.ndarray, " requests"]
     """At least so many are verified, if there are so many; a step that chooses what pays chooses up to `max_drafts`."""
     max_drafts: Int32[np.ndarray, " requests"]
+    """The most of these over all ranks decides in which program the step runs: the narrowest that has room."""
     pause_tokens: Int32[np.ndarray, "requests pauses"]
     """Tokens behind which the allowed tokens may change, -1 for none: a request that has chosen one beyond its `seen`
     pauses, and of accepted drafts it is the last one."""
@@ -143,6 +144,9 @@ class Speculated:
     logprobs: Float32[np.ndarray, "requests tokens"]
     next_drafts: Int32[np.ndarray, "requests block"]
     """The drafts behind these tokens, which the slots hold."""
+    confidences: Float32[np.ndarray, "requests block"]
+    """Of the drafts that the step could verify, not of the next ones: logits of the probability that a draft is
+    accepted if those before it are; NaN where there was none."""
     top_tokens: Int32[np.ndarray, "requests tokens top"] | None = None
     top_logprobs: Float32[np.ndarray, "requests tokens top"] | None = None
 

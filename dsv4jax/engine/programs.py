@@ -27,6 +27,7 @@ from dsv4jax.batch import (
 )
 from dsv4jax.cache import Cache, CacheConfig, init_cache, mask_places
 from dsv4jax.config import ModelConfig
+from dsv4jax.engine.draft_room import smallest
 from dsv4jax.numerics import Numerics
 from dsv4jax.packing import param_shapes
 from dsv4jax.params import Params
@@ -60,7 +61,10 @@ class Buckets:
     decode: tuple[DecodeBucket, ...]
     masks: tuple[int, ...]
     verify: tuple[DecodeBucket, ...] = ()
-    """Of steps that verify drafts, with more than one token per request; none in an engine without drafts."""
+    """Of steps that verify drafts, with more than one token per request; none in an engine without drafts.
+
+    The same sizes for each number of tokens per request, so that a step may have room for more or fewer drafts.
+    """
     draft: tuple[DraftBucket, ...] = ()
     """Of the first draft round of requests."""
 
@@ -90,17 +94,28 @@ class Buckets:
             )
         return min(fits, key=lambda b: (b.tokens * b.pages, b.tokens))
 
-    def for_decode(self, requests: int, pages: int, drafts: bool = False) -> DecodeBucket:
-        """The smallest bucket that holds a batch, with or without drafts.
+    def for_decode(self, requests: int, pages: int) -> DecodeBucket:
+        """The smallest bucket that holds a batch without drafts.
 
         Raises:
           ValueError: none does.
         """
-        fits = [b for b in (self.verify if drafts else self.decode) if b.requests >= requests and b.pages >= pages]
-        if not fits:
-            kind = "verify" if drafts else "decode"
-            raise ValueError(f"no {kind} bucket holds {requests} requests over {pages} pages")
-        return min(fits, key=lambda b: (b.requests * b.pages, b.requests))
+        if (bucket := smallest(self.decode, requests, pages)) is None:
+            raise ValueError(f"no decode bucket holds {requests} requests over {pages} pages")
+        return bucket
+
+    def for_verify(self, requests: int, pages: int, drafts: int) -> DecodeBucket:
+        """The bucket with room for so many drafts of each request, but not for more than need be, and of these the
+        smallest that holds a batch.
+
+        Raises:
+          ValueError: none does.
+        """
+        widths = sorted({b.tokens_per_request for b in self.verify if b.tokens_per_request > drafts})
+        fits = [b for b in self.verify if b.tokens_per_request in widths[:1]]
+        if (bucket := smallest(fits, requests, pages)) is None:
+            raise ValueError(f"no verify bucket holds {requests} requests with {drafts} drafts over {pages} pages")
+        return bucket
 
 
 def make_buckets(
@@ -114,6 +129,7 @@ def make_buckets(
     prompt_logprobs: bool = True,
     tile: int = 16,
     drafts: int = 0,
+    fewer_drafts: Sequence[int] = (),
 ) -> Buckets:
     """All combinations of sizes.
 
@@ -123,6 +139,7 @@ def make_buckets(
       bounded: prefill runs the decoder half on the end of a prompt only (section 9.5).
       prompt_logprobs: also programs that return them, in the largest prefill size.
       drafts: the most drafts that a request verifies in a step; 0 for no programs with drafts.
+      fewer_drafts: other numbers of drafts, for which there are narrower programs too.
     """
     pages = sorted({ceil_div(c, cache_cfg.page_size) for c in contexts})
     replay = "bounded" if bounded else "exact"
@@ -131,11 +148,12 @@ def make_buckets(
         largest = max(prefill_tokens)
         prefill += [PrefillBucket(largest, prefill_requests, p, tile, prompt_logprobs=True) for p in pages]
     sizes = [(n, p) for n in decode_requests for p in pages]
+    rooms = sorted({*fewer_drafts, drafts}) if drafts else []
     return Buckets(
         prefill=tuple(prefill),
         decode=tuple(DecodeBucket(n, p) for n, p in sizes),
         masks=tuple(sorted({min(8**i, cache_cfg.slots) for i in range(cache_cfg.slots.bit_length() + 1)})),
-        verify=tuple(DecodeBucket(n, p, tokens_per_request=1 + drafts) for n, p in sizes if drafts),
+        verify=tuple(DecodeBucket(n, p, tokens_per_request=1 + room) for room in rooms for n, p in sizes),
         draft=(DraftBucket(prefill_requests),) if drafts else (),
     )
 
@@ -300,8 +318,7 @@ class Programs:
         Args:
           seconds: of steps of this bucket, by the tokens that a rank verifies in them.
         """
-        totals = np.arange(len(self._step_seconds[bucket]))
-        self._step_seconds[bucket] = np.interp(totals, [*seconds], [*seconds.values()]).astype(np.float32)
+        self._step_seconds[bucket] = cost_table(bucket, seconds)
 
     def batch(self, requests: Sequence[Any], bucket: Bucket) -> StepBatch | SpeculativeBatch:
         """A rank's batch: of `PrefillChunk`s, of `DecodeTokens`, or with drafts of `SpeculativeRequest`s."""
@@ -379,6 +396,12 @@ def start_rows(rows: Sequence[tuple[np.ndarray, ...]], layout: Layout) -> tuple[
 def equal_costs(bucket: DecodeBucket) -> np.ndarray:
     """Costs of steps with drafts by which every total of verified tokens costs the same."""
     return np.ones(bucket.requests * bucket.tokens_per_request + 1, np.float32)
+
+
+def cost_table(bucket: DecodeBucket, seconds: Mapping[int, float]) -> np.ndarray:
+    """Seconds of steps of a bucket by the tokens that a rank runs, from those of some numbers of tokens, ascending."""
+    totals = np.arange(bucket.requests * bucket.tokens_per_request + 1)
+    return np.interp(totals, [*seconds], [*seconds.values()]).astype(np.float32)
 
 
 def step_function(bucket: Bucket) -> Any:

@@ -144,9 +144,13 @@ class Rank:
         return tuple(prefills)
 
     def take_plan(
-        self, prefills: tuple[Prefill, ...], decodes: Decodes | None, speculation: Speculation | None
+        self, prefills: tuple[Prefill, ...], decodes: Decodes | None, speculation: Speculation | None, plain: bool
     ) -> tuple[RankPlan, list[PrefillInFlight]]:
-        """The rank's plan, with the state of its prefills moved to after the step."""
+        """The rank's plan, with the state of its prefills moved to after the step.
+
+        Args:
+          plain: drafts do not pay now, so that only choices that insist on them get first ones.
+        """
         starts = tuple(
             SlotStart(s.slot, s.tokens, s.prefill_end - len(s.request.prompt), s.sampling, s.request.logit_bias)
             for s in self._new
@@ -164,15 +168,16 @@ class Rank:
                 slots.decoding[slot] = True
                 slots.again[slot] = sequence.length - chunk.end
                 slots.unread[slot] = slots.ahead[slot] = counts
-                if drafts := self._drafts_first(sequence):
+                if drafts := self._drafts_first(sequence, plain):
                     first_drafts.append(slot)
             in_flight.append(PrefillInFlight(sequence, int(slots.epochs[slot]), chunk.end, counts, drafts))
         return RankPlan(starts, masks, prefills, decodes, speculation, tuple(first_drafts)), in_flight
 
-    def _drafts_first(self, sequence: Sequence) -> bool:
+    def _drafts_first(self, sequence: Sequence, plain: bool) -> bool:
         """Whether a choice whose prompt has just been dispatched to its end can verify drafts in its next step."""
         slots, slot = self._slots, sequence.slot
-        wants = slots.most_drafts[slot] > 0 and slots.again[slot] == 0
+        wanted = slots.least_drafts if plain else slots.most_drafts
+        wants = wanted[slot] > 0 and slots.again[slot] == 0
         room = min(slots.ends[slot] - 2, slots.draft_contexts[slot]) > slots.lengths[slot]
         return bool(wants and room)
 

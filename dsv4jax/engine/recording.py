@@ -18,7 +18,8 @@ from dsv4jax.engine.plan import Executor, RankResult, Sampled, Speculated, StepP
 from dsv4jax.engine.plan_codec import Prompts, plan_from_json, plan_to_json, take_prompts
 from dsv4jax.engine.request import PromptLogprobs
 
-_HEADER = {"recording": "dsv4jax.engine", "version": 3}
+_INTEGERS = ("counts", "verified", "tokens", "top_tokens", "next_drafts")
+_HEADER = {"recording": "dsv4jax.engine", "version": 4}
 
 
 class ReplayDifference(Exception):
@@ -218,7 +219,7 @@ def _sampled(value: Any) -> Sampled | None:
 
 def _arrays(value: dict[str, Any]) -> dict[str, np.ndarray | None]:
     """Arrays of a `Sampled` or `Speculated`."""
-    return {name: array and (_floats if name.endswith("logprobs") else _ints)(array) for name, array in value.items()}
+    return {name: array and (_ints if name in _INTEGERS else _floats)(array) for name, array in value.items()}
 
 
 def _prompt_logprobs(value: Any) -> PromptLogprobs:

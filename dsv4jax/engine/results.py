@@ -6,6 +6,7 @@ import math
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64, Shaped
 
+from dsv4jax.engine.draft_room import DraftRoom
 from dsv4jax.engine.draft_totals import DraftCounter
 from dsv4jax.engine.in_flight import InFlight, PrefillInFlight, Running, Update
 from dsv4jax.engine.page_pool import PrefixHasher
@@ -56,12 +57,19 @@ class _Got:
 
 
 class Results:
-    """Takes the results of steps. `counter` is told what came of drafts."""
+    """Takes the results of steps. `counter` is told what came of drafts, `room` what was predicted of them."""
 
     def __init__(
-        self, cfg: SchedulerConfig, slots: Slots, ranks: list[Rank], counter: DraftCounter, hasher: PrefixHasher
+        self,
+        cfg: SchedulerConfig,
+        slots: Slots,
+        ranks: list[Rank],
+        counter: DraftCounter,
+        room: DraftRoom | None,
+        hasher: PrefixHasher,
     ):
-        self._cfg, self._slots, self._ranks, self._counter, self._hasher = cfg, slots, ranks, counter, hasher
+        self._cfg, self._slots, self._ranks, self._hasher = cfg, slots, ranks, hasher
+        self._counter, self._room = counter, room
 
     def take(self, flight: InFlight, results: tuple[RankResult, ...], now: float) -> Update:
         """Takes the results of a step, per rank."""
@@ -121,6 +129,9 @@ class Results:
         if drafted:
             got = got.where(got.counts > 0)  # the others were at their end or in a pause
             self._counter.count(got.verified, got.counts - 1)
+            if self._room is not None and got.rows.size:
+                confidences = _joined(parts, "confidences")[got.places]
+                self._room.observe(got.rows, slots.epochs[got.rows], confidences)
         masked = slots.masked[got.rows]
         if masked.any():
             places = got.places[masked]

@@ -23,6 +23,7 @@ import dataclasses
 
 from dsv4jax.engine.chunking import plan_chunks
 from dsv4jax.engine.decoding import Decoding
+from dsv4jax.engine.draft_room import DraftRoom
 from dsv4jax.engine.draft_totals import DraftCounter
 from dsv4jax.engine.in_flight import InFlight, Update
 from dsv4jax.engine.page_pool import PrefixHasher
@@ -45,9 +46,13 @@ _SCAN = 64  # waiting requests looked at per step
 
 
 class Scheduler:
-    """Queues, admission, and one `Rank` for each data-parallel rank."""
+    """Queues, admission, and one `Rank` for each data-parallel rank.
 
-    def __init__(self, cfg: SchedulerConfig):
+    Args:
+      room: chooses for how many drafts steps have room; None: for as many as there are.
+    """
+
+    def __init__(self, cfg: SchedulerConfig, room: DraftRoom | None = None):
         self.cfg = cfg
         self.waiting: list[Sequence] = []  # in the order of `_key`
         self.waiting_tokens = 0  # of them
@@ -55,10 +60,11 @@ class Scheduler:
         slots = Slots.empty(cfg)
         self.ranks = [Rank(cfg, i, slots) for i in range(cfg.ranks)]
         self.drafts = DraftCounter(cfg.drafts)
+        self._room = room
         self.preemptions = 0
         self._hasher = PrefixHasher(cfg.page_size, cfg.max_model_len, cfg.namespace)
-        self._decoding = Decoding(cfg, slots, self.ranks, self.drafts)
-        self._results = Results(cfg, slots, self.ranks, self.drafts, self._hasher)
+        self._decoding = Decoding(cfg, slots, self.ranks, self.drafts, room)
+        self._results = Results(cfg, slots, self.ranks, self.drafts, room, self._hasher)
         self._arrivals = 0
         self._steps = 0
         self._prompt_logprobs = False  # whether the newest step with prefill returned them
@@ -198,9 +204,9 @@ class Scheduler:
         ended = [sequence for sequence, _ in failed]
         if running is None and not any(prefills):
             return None, ended
-        plans, in_flight = zip(
-            *(rank.take_plan(p, *d) for rank, p, d in zip(self.ranks, prefills, decodes, strict=True)), strict=True
-        )
+        plain = self._room is not None and self._room.plain
+        parts = [rank.take_plan(p, *d, plain) for rank, p, d in zip(self.ranks, prefills, decodes, strict=True)]
+        plans, in_flight = zip(*parts, strict=True)
         step = StepPlan(self._steps, plans)
         self._in_flight.append(InFlight(self._steps, in_flight, running))
         self._steps += 1

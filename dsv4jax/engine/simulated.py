@@ -11,7 +11,7 @@ from collections.abc import Sequence as ListOf
 from typing import TypeVar
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 
 from dsv4jax.engine.plan import (
     Decodes,
@@ -40,6 +40,8 @@ _SIMULATED = {Decodes: ("slots", "starts"), Speculation: ("slots", "ends", "max_
 _NOTHING = RankResult(None, None)
 AcceptanceModel = Callable[[_PerRequest, _PerRequest], _PerRequest]
 """How many drafts are accepted: (positions, verified drafts) to at most as many."""
+ConfidenceModel = Callable[[_PerRequest], Float32[np.ndarray, "requests block"]]
+"""Confidences of the drafts behind the newest tokens, from the positions of these."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +104,20 @@ class SimulatedExecutor:
     Args:
       acceptance: of the drafts of each step; None accepts none.
       block: how many drafts a draft round makes.
+      confidences: of the drafts of each step, asked for before their acceptance; None tells nothing of them.
     """
 
-    def __init__(self, cost: CostModel, tokens: TokenModel, acceptance: AcceptanceModel | None = None, block: int = 5):
+    def __init__(
+        self,
+        cost: CostModel,
+        tokens: TokenModel,
+        acceptance: AcceptanceModel | None = None,
+        block: int = 5,
+        confidences: ConfidenceModel | None = None,
+    ):
         self._cost, self._tokens = cost, tokens
         self._acceptance, self._block = acceptance or fixed_acceptance([]), block
+        self._confidences = confidences or (lambda positions: np.full((len(positions), block), np.nan, np.float32))
         # Position of the newest token of each slot, and drafts behind it; both as far as slots were started.
         self._newest: Int32[np.ndarray, "2 ranks slots"] = np.zeros((2, 0, 0), np.int32)
         self._best_asked = False  # whether a request has asked for the best tokens
@@ -198,13 +209,15 @@ class SimulatedExecutor:
         positions, drafts = self._newest[:, ranks, slots]
         active = positions < ends
         verified = np.where(active, np.minimum(np.minimum(max_drafts, drafts), ends - positions - 1), 0)
+        known = np.arange(self._block) < drafts[:, None]
+        confidences = np.where(known, self._confidences(positions), np.float32(np.nan))
         counts = np.where(active, self._acceptance(positions, verified) + 1, 0)
         tokens = np.zeros((len(counts), self._block + 1), np.int32)
         for i in range(int(counts.max(initial=0))):
             tokens[:, i] = self._tokens(ranks, slots, positions + i)
         self._newest[0, ranks, slots], self._newest[1, ranks, slots] = positions + counts, self._block
         logprobs, drafts = np.zeros(tokens.shape, np.float32), self._drafts(len(tokens))
-        return Speculated(counts, verified, tokens, logprobs, drafts, *self._best(tokens.shape))
+        return Speculated(counts, verified, tokens, logprobs, drafts, confidences, *self._best(tokens.shape))
 
     def _drafts(self, requests: int) -> Int32[np.ndarray, "requests block"]:
         return np.zeros((requests, self._block), np.int32)
