@@ -20,7 +20,7 @@ from dsv4jax.bench.host_gap import decode_gap, decode_length
 from dsv4jax.bench.page import reported
 from dsv4jax.bench.plots import Axis, Plot
 from dsv4jax.bench.result import Result, text_table
-from dsv4jax.bench.steps import numbers_of, use_compilation_cache
+from dsv4jax.bench.steps import sizes_of, use_compilation_cache
 
 _SECTIONS = flags.DEFINE_multi_enum("sections", ["gap"], ["gap", "host"], "What to measure; may be repeated.")
 _POINTS = flags.DEFINE_list("points", ["8x1024"], "Requests per rank x context, of section gap.")
@@ -32,12 +32,13 @@ _SKEW = flags.DEFINE_float(
     0.0,
     0.99,
 )
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of a measurement, of whose times the least count.", 1)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Measurements of each point.", 1)
 _HOST = flags.DEFINE_multi_integer("host_requests", [1, 64, 256, 1024], "Running requests of section host.", 1)
 _LONG = flags.DEFINE_integer("long_prompt", 0, "Tokens of one of these requests; 0 for as few as the others have.", 0)
 _CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
 _REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
-_OWN = (_SECTIONS, _POINTS, _STEPS, _SKEW, _REPEATS, _HOST, _LONG)
+_OWN = (_SECTIONS, _POINTS, _STEPS, _SKEW, _ROUNDS, _REPEATS, _HOST, _LONG)
 
 flags.set_default(EXECUTOR, "model")
 
@@ -70,7 +71,7 @@ _PLOTS = [
 
 def run_gap(result: Result) -> None:
     """Every point, on one system with a program for each."""
-    points = [numbers_of("points", text, (2,)) for text in _POINTS.value]
+    points = [point for text in _POINTS.value for point in sizes_of("points", text, (2,))]
     steps, drafts = _STEPS.value, len(acceptance())
     lengths = tuple(decode_length(context, steps, drafts, _SKEW.value) for _, context in points)
     sizes = dict(
@@ -84,7 +85,9 @@ def run_gap(result: Result) -> None:
     for requests, context in points:
         rows = []
         for _ in range(_REPEATS.value):
-            row = decode_gap(system, requests=requests, context=context, steps=steps, skew=_SKEW.value)
+            row = decode_gap(
+                system, requests=requests, context=context, steps=steps, skew=_SKEW.value, rounds=_ROUNDS.value
+            )
             rows.append({"point": f"{requests} x {context}", **row})
             result.add_row("gap", rows[-1])
         result.verdicts.append(_verdict(requests, context, rows))

@@ -55,5 +55,7 @@ def run_system_script(name: str, *arguments: str) -> None:
     scripts = str(Path(__file__).parent.parent / "scripts")
     with mock.patch.object(sys, "path", [scripts, *sys.path]):
         sys.modules.pop("bench_system", None)
-        run_script(name, *arguments)
-        del sys.modules["bench_system"]
+        try:
+            run_script(name, *arguments)
+        finally:
+            sys.modules.pop("bench_system", None)

@@ -172,3 +172,20 @@ def test_the_command(tmp_path, capsys):
     assert rows[1, 1, 20.0]["step_ms_more"] == pytest.approx(20, rel=0.2)
     for name in ("ranks", "slow_rank"):
         assert (tmp_path / f"{name}.html").read_text().startswith("<!doctype html>")
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
+    runs = []
+
+    def interrupted(*arguments, **options):
+        runs.append(run_engine(*arguments, **options))
+        return dataclasses.replace(runs[-1], interrupted=len(runs) == 2)
+
+    monkeypatch.setattr("dsv4jax.bench.ranks.run_engine", interrupted)
+    options = ["--ranks=2", "--sections=lag", "--seconds=2", "--warm_up=0.5", "--lag=0.5", "--requests=1"]
+    with pytest.raises(SystemExit):
+        run_system_script("bench_ranks", *options, "--prompt_tokens=300", "--output_tokens=20", f"--report={tmp_path}")
+    result = load_result(tmp_path / "ranks.json")
+    assert result.interrupted and len(result.rows["runs"]) == 1 and "loss" not in result.rows
+    assert {request["lag_s"] for request in result.requests} == {0.0, 0.5}
+    assert "Interrupted" in (tmp_path / "ranks.html").read_text()
