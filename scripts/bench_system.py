@@ -32,7 +32,7 @@ _IMPLEMENTATION = flags.DEFINE_enum(
 )
 RANKS = flags.DEFINE_integer("ranks", 1, "Data-parallel ranks, one per device; on the CPU devices are virtual.", 1)
 SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time on a rank.", 1)
-_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 16384, "Most tokens of prompt and output together.", 1)
+MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 16384, "Most tokens of prompt and output together.", 1)
 _PREFILL_TOKENS = flags.DEFINE_integer("prefill_tokens", 2048, "Most tokens of prompts in a step of a rank.", 128)
 _PAGES = flags.DEFINE_integer("pages", None, "Pages of a rank's cache. Default: all slots at full length.", 1)
 _ACCEPTANCE = flags.DEFINE_list(
@@ -58,7 +58,7 @@ def make_system(*, random_contents: bool = False, sizes: Mapping[str, Any] | Non
     from_flags = dict(
         ranks=RANKS.value,
         slots=SLOTS.value,
-        max_model_len=_MAX_MODEL_LEN.value,
+        max_model_len=MAX_MODEL_LEN.value,
         prefill_tokens=_PREFILL_TOKENS.value,
         pages=_PAGES.value,
         drafts=len(law),
@@ -115,7 +115,7 @@ def system_conditions(system: System | None, own: Sequence[flags.FlagHolder], **
         _IMPLEMENTATION,
         RANKS,
         SLOTS,
-        _MAX_MODEL_LEN,
+        MAX_MODEL_LEN,
         _PREFILL_TOKENS,
         _PAGES,
     )
