@@ -32,12 +32,13 @@ _SKEW = flags.DEFINE_float(
     0.0,
     0.99,
 )
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of a measurement, of whose times the least count.", 1)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Measurements of each point.", 1)
 _HOST = flags.DEFINE_multi_integer("host_requests", [1, 64, 256, 1024], "Running requests of section host.", 1)
 _LONG = flags.DEFINE_integer("long_prompt", 0, "Tokens of one of these requests; 0 for as few as the others have.", 0)
 _CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
 _REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
-_OWN = (_SECTIONS, _POINTS, _STEPS, _SKEW, _REPEATS, _HOST, _LONG)
+_OWN = (_SECTIONS, _POINTS, _STEPS, _SKEW, _ROUNDS, _REPEATS, _HOST, _LONG)
 
 flags.set_default(EXECUTOR, "model")
 
@@ -84,7 +85,9 @@ def run_gap(result: Result) -> None:
     for requests, context in points:
         rows = []
         for _ in range(_REPEATS.value):
-            row = decode_gap(system, requests=requests, context=context, steps=steps, skew=_SKEW.value)
+            row = decode_gap(
+                system, requests=requests, context=context, steps=steps, skew=_SKEW.value, rounds=_ROUNDS.value
+            )
             rows.append({"point": f"{requests} x {context}", **row})
             result.add_row("gap", rows[-1])
         result.verdicts.append(_verdict(requests, context, rows))

@@ -78,7 +78,7 @@ def test_a_slow_part_of_the_host_is_found_as_what_it_is(cause, monkeypatch):
             return update(self, result, now)
 
         monkeypatch.setattr(Scheduler, "update", slow_update)
-    row = decode_gap(system, requests=4, context=512, steps=8, inside=inside)
+    row = decode_gap(system, requests=4, context=512, steps=8, rounds=1, inside=inside)
     found = dict(zip(CAUSES, causes(row), strict=True))
     assert found.pop(cause) == pytest.approx(15, abs=3)
     assert all(abs(value) < 3 for value in found.values())
@@ -130,7 +130,15 @@ def test_host_time_of_a_step():
 
 
 def test_the_command(tmp_path, capsys):
-    points = ["--points=2x512,4x2048", "--executor=simulated", "--ranks=2", "--skew=0.5", "--steps=4", "--repeats=2"]
+    points = [
+        "--points=2x512,4x2048",
+        "--executor=simulated",
+        "--ranks=2",
+        "--skew=0.5",
+        "--steps=4",
+        "--rounds=2",
+        "--repeats=2",
+    ]
     host = ["--sections=gap", "--sections=host", "--host_requests=4"]
     run_system_script("bench_decode", *points, *host, "--acceptance=0.8,0.5", f"--report={tmp_path}")
     result = load(tmp_path / "decode.json")
