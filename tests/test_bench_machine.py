@@ -28,6 +28,28 @@ def test_kernels_are_reported_beside_their_floors_and_goals(tmp_path):
     assert result.ceiling["copy"] == 4e12
 
 
+def test_peers_that_fail_are_rows_with_their_error_beside_the_others(tmp_path):
+    def absent(*_):
+        raise ModuleNotFoundError("No module named 'humming'")
+
+    case = Case("case", lambda: (None, ()), 4e6, 1e6, "bf16", 10.0)
+    torch = mock.MagicMock(__version__="2.9")
+    benchmarks = types.SimpleNamespace(
+        DECODE_GOALS={"decode": 1.0}, PREFILL_GOALS={}, decode_gate_up=lambda *_: case,
+        cases=lambda: [Case("topk wide", lambda: (None, ()), 1, 1, "bf16", None)],
+    )  # fmt: skip
+    with mock.patch.dict(sys.modules, torch=torch), mock.patch.object(jax, "default_backend", lambda: "gpu"):
+        run_script(
+            "bench_peers", f"--report={tmp_path}", experts=benchmarks, topk=benchmarks, TOKENS={"decode": 1},
+            SHAPES={"wide": None}, device_microseconds=lambda *_: 5.0, ceilings=lambda: {"copy": 4e12},
+            grouped_matmul=lambda *_: 7.0, humming_gate_up=absent, top_k=lambda *_: 9.0,
+        )  # fmt: skip
+    rows = load(tmp_path / "peers.json").rows["cases"]
+    assert [row.get("microseconds") for row in rows] == [5.0, 7.0, None, None, 5.0, 9.0]
+    assert rows[0] == {"case": "case", "kernel": "ours", "microseconds": 5.0, "goal": 10.0}
+    assert rows[2]["error"] == "ModuleNotFoundError: No module named 'humming'"
+
+
 def test_startups_are_reported_by_phase_with_repeats_in_one_table(tmp_path):
     phases = {"imports": 1.0, "devices": 0.5, "programs": 2.0, "weights": 0.25, "first token": 0.25}
     started = []

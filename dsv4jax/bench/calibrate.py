@@ -105,7 +105,7 @@ def fit_factors(points: Sequence[tuple[Cost, float]], ceilings: Mapping[str, flo
     relative = np.array(rows) * scale / seconds[:, None]
     least = _LEAST / scale
     # A weak pull towards the least factors decides what is open.
-    system = np.concatenate([relative, 1e-3 * np.eye(4)])
+    system = np.concatenate([relative, 1e-5 * np.eye(4)])
     target = np.concatenate([1 - relative @ least, np.zeros(4)])
     solution = lsq_linear(system, target, (0, np.inf), method="bvls").x
     return tuple((scale * (least + solution)).tolist())

@@ -212,7 +212,7 @@ class HardwareCost:
         """Everything but the routed experts and exchanges."""
         loads = request_loads(self.cfg, work.tokens, work.decoder_tokens, work.context, work.logits)
         rank, ranks = work.rank, self.ranks
-        total = np.array([np.bincount(rank, row, ranks) for row in units.each @ loads])
+        total = np.array([np.bincount(rank, row, ranks) for row in units.each @ loads], np.float64)
         for once, rows in zip(units.once, (work.tokens, work.decoder_tokens, work.logits), strict=True):
             total += once[:, None] * (np.bincount(rank, rows, ranks) > 0)
         if work.drafting.any():

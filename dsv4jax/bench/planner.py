@@ -19,9 +19,9 @@ import numpy as np
 
 from dsv4jax.bench.cost_model import HardwareCost, StepTime, StepWork
 from dsv4jax.bench.hardware import Hardware
-from dsv4jax.cache import CacheConfig
+from dsv4jax.cache import CacheConfig, DraftNoise
 from dsv4jax.config import ModelConfig
-from dsv4jax.engine.memory_plan import memory_plan
+from dsv4jax.engine.memory_plan import MemoryPlan, memory_plan
 from dsv4jax.numerics import FAST
 from dsv4jax.quant import ceil_div
 from sharding.layout import Exchange
@@ -82,6 +82,8 @@ def load_workload(path: str | Path) -> Workload:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: must be JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: must be a JSON object")
     names = [field.name for field in dataclasses.fields(Workload)]
     for name in found:
         if name not in names:
@@ -336,14 +338,27 @@ def device_memory(
     )
 
 
-@functools.lru_cache
 def _memory_units(cfg: ModelConfig, width: int, draft: bool) -> tuple[int, int, int, int]:
     """Bytes of a device's weights and Engram tables, of a page and of a slot."""
-    cache_cfg = CacheConfig(slots=1, pages=1, page_size=PAGE, drafts="shared" if draft else None)
-    experts, draft_experts = (ceil_div(n, width) for n in (cfg.n_routed_experts, cfg.dspark_n_routed_experts))
-    # One device with the experts of one of the group's has the bytes of each of them.
-    plan = memory_plan(cfg, cache_cfg, FAST, expert_slots=experts, draft_expert_slots=draft_experts)
-    return plan.weights, ceil_div(plan.tables, width), plan.pages, plan.windows + plan.sampling
+    # One device with the experts of one of the group's has the bytes of each of them, and every expert has as many.
+    base, more_experts, more_draft = _memory_plans(cfg)
+    weights = base.weights
+    weights += (ceil_div(cfg.n_routed_experts, width) - 1) * (more_experts.weights - base.weights)
+    weights += (ceil_div(cfg.dspark_n_routed_experts, width) - 1) * (more_draft.weights - base.weights)
+    of_slots = more_draft if draft else base
+    return weights, ceil_div(base.tables, width), base.pages, of_slots.windows + of_slots.sampling
+
+
+@functools.lru_cache
+def _memory_plans(cfg: ModelConfig) -> tuple[MemoryPlan, MemoryPlan, MemoryPlan]:
+    """Of one page and slot, with one expert of the target and of the draft; one more of the target; one more of the
+    draft, and a cache with drafts."""
+
+    def plan(experts: int, draft_experts: int, drafts: DraftNoise | None) -> MemoryPlan:
+        cache_cfg = CacheConfig(slots=1, pages=1, page_size=PAGE, drafts=drafts)
+        return memory_plan(cfg, cache_cfg, FAST, expert_slots=experts, draft_expert_slots=draft_experts)
+
+    return plan(1, 1, None), plan(2, 1, None), plan(1, 2, "shared")
 
 
 def _cost(cfg: ModelConfig, hardware: Hardware, width: int, sweep: Sweep) -> HardwareCost:
