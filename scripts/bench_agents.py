@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import app, flags
-from bench_system import MAX_MODEL_LEN, RANKS, SEED, make_system, system_conditions
+from bench_system import EXECUTOR, MAX_MODEL_LEN, RANKS, SEED, SLOTS, make_system, system_conditions
 
 from dsv4jax.bench.agents import AgentParameters, generate_sessions, read_parameters, trace_statistics
 from dsv4jax.bench.conditions import conditions
@@ -80,9 +80,10 @@ _DEVICES = flags.DEFINE_integer("devices", 1, "GPUs of --url, for throughput per
 _DRAIN = flags.DEFINE_float("drain_seconds", 60.0, "How long requests of --url may go on after the window.", 0.0)
 _TIMEOUT = flags.DEFINE_float("request_timeout", 600.0, "Seconds a request to --url may take.", 1e-3)
 
+_OF_URL = (_PAGE_SIZE, _API, _STAND_INS, _NAME, _FIELDS, _REPLAY, _DEVICES, _DRAIN, _TIMEOUT)
 _OWN = (
     _PARAMETERS, _TRACE, _SESSIONS, _SCALE, _LIVE, _FROM_THE_MIDDLE, _COLD, _RUN, _IDS, _SECONDS, _WARM_UP, _URL,
-    _PAGE_SIZE, _API, _STAND_INS, _NAME, _FIELDS, _REPLAY, _DEVICES, _DRAIN, _TIMEOUT,
+    *_OF_URL,
 )  # fmt: skip
 _COUNTED_SESSIONS = 200  # of the generator, for statistics
 
@@ -188,7 +189,9 @@ def _ids() -> range:
     try:
         low, high = map(int, _IDS.value)
     except ValueError:
-        raise ValueError(f"--ids={','.join(_IDS.value)}: must be two token ids") from None
+        low = high = 0
+    if not 0 <= low < high - 1:
+        raise ValueError(f"--ids={','.join(_IDS.value)}: must be two ascending token ids, not neighbours")
     return range(low, high)
 
 
@@ -233,6 +236,19 @@ def sessions_of(parameters: AgentParameters) -> Sessions:
     )
 
 
+def check_flags() -> None:
+    """Raises ValueError for flags that would have no effect, or that contradict others."""
+    wrong, why = (_OF_URL, "needs") if _URL.value is None else ((EXECUTOR, RANKS, SLOTS), "must not be given with")
+    for flag in wrong:
+        if flag.present:
+            raise ValueError(f"--{flag.name}: {why} --url")
+    if _TRACE.value and _PARAMETERS.value:
+        raise ValueError("--parameters: must not be given with --trace, which is not generated")
+    if _WRITE_TRACE.value and _SESSIONS.value is None:
+        raise ValueError("--write_trace: needs --sessions")
+    _ids()
+
+
 def check_first_turns(longest: int, max_context: int) -> None:
     """Raises ValueError unless the first turn of every session and sub-agent fits."""
     if longest > max_context:
@@ -266,7 +282,7 @@ def run(server: Server, sessions: Sessions, number: int, result: Result) -> None
     result.verdicts += found.verdicts
     end = min(warm_up + _SECONDS.value, found.ended)
     if end <= warm_up:
-        result.verdicts.append(f"nothing to count: ended after {found.ended:.1f} s, the warm-up takes {warm_up:g} s")
+        result.verdicts.append(f"not valid: ended after {found.ended:.1f} s, the warm-up takes {warm_up:g} s")
         return
     window = Window(warm_up, end)
     summary = summarize(found.measurements, window, devices=server.devices, client_lag=found.client_lag)
@@ -283,14 +299,13 @@ def run(server: Server, sessions: Sessions, number: int, result: Result) -> None
 
 def main(argv: Sequence[str]) -> None:
     del argv
+    check_flags()
     parameters = read_parameters(_PARAMETERS.value) if _PARAMETERS.value else AgentParameters()
     if _WRITE_TRACE.value:
-        if _SESSIONS.value is None:
-            raise ValueError("--write_trace: needs --sessions")
-        write_trace(_WRITE_TRACE.value, itertools.islice(generate_sessions(parameters, SEED.value), _SESSIONS.value))
+        made = itertools.islice(generate_sessions(parameters, SEED.value), _SESSIONS.value)
+        write_trace(_WRITE_TRACE.value, (session.scaled(_SCALE.value) for session in made))
         return
     sessions = sessions_of(parameters)
-    _ids()
     if MAX_MODEL_LEN.present:
         check_first_turns(sessions.longest_first_turn, MAX_MODEL_LEN.value)
     server = http_server() if _URL.value else own_server(sessions.most_tokens)

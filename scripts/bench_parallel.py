@@ -250,7 +250,7 @@ def empty_result(given: dict[str, Any]) -> Result:
     """What is filled."""
     time_axis, steps = Axis("time", "ms"), ("devices", "routing")
     return Result(
-        "routing",
+        "parallel",
         given,
         keys={
             "links": ("devices",),

@@ -442,8 +442,11 @@ def test_the_script_keeps_what_was_measured_before_ctrl_c(tmp_path, monkeypatch)
     ("arguments", "message"),
     [
         (["--scale=0.1", "--max_model_len=4096"], "--scale=0.1: a first turn may have .* must be at most 0.02"),
-        (["--ids=5"], "--ids=5: must be two token ids"),
-        (["--ids=5,3"], "ids = range"),
+        (["--ids=5"], "--ids=5: must be two ascending token ids"),
+        (["--ids=5,3"], "--ids=5,3: must be two ascending token ids"),
+        (["--api=chat"], "--api: needs --url"),
+        (["--url=http://127.0.0.1:1", "--executor=model"], "--executor: must not be given with --url"),
+        (["--trace=x", "--parameters=y"], "--parameters: must not be given with --trace"),
         (["--write_trace=x"], "--write_trace: needs --sessions"),
         (["--url=http://127.0.0.1:1"], "url = 'http://127.0.0.1:1': no list of models"),
         (["--url=http://127.0.0.1:1", "--fields=x"], "--fields=x: must be JSON"),

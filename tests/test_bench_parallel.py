@@ -23,7 +23,7 @@ run_script("bench_parallel", "--model=" + path, "--report=" + path, "--implement
 def run(path, devices: int, *arguments: str) -> Result:
     """What the script wrote."""
     run_python(PROGRAM, path, *arguments, devices=devices)
-    return load(path / "routing.json")
+    return load(path / "parallel.json")
 
 
 def test_exchanges_alone_over_eight_devices(tmp_path):

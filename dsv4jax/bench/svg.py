@@ -159,7 +159,8 @@ def _scale(values: Sequence[float], log: bool, begin: float, end: float, at_valu
         ticks = distinct if at_values and len(distinct) <= 12 else _log_ticks(low, high)
     else:
         # From zero, unless the values are so close together that nothing of them would be seen.
-        low = min(0.0, low) if high - low > 0.3 * abs(high) or high == low else low - (high - low) * 0.2
+        close = high - low <= (0.7 if at_values else 0.3) * abs(high)
+        low = low - (high - low) * 0.2 if close and high > low else min(0.0, low)
         high = max(high, low + abs(low) * 0.01, low + 1e-12)
         step = _nice((high - low) / 4)
         low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
