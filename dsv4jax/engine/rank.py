@@ -19,6 +19,8 @@ from dsv4jax.engine.token_mask import Mask, MaskError, one_mask
 _REQUEST_LOAD = 256  # what a running request weighs, in tokens of prefill
 _CONTEXT_LOAD = 1 / 64  # and each token in its pages
 
+_IDLE = RankPlan((), (), (), None)
+
 Failures = list[tuple[Sequence, str]]
 
 
@@ -147,6 +149,8 @@ class Rank:
         self, prefills: tuple[Prefill, ...], decodes: Decodes | None, speculation: Speculation | None
     ) -> tuple[RankPlan, list[PrefillInFlight]]:
         """The rank's plan, with the state of its prefills moved to after the step."""
+        if not (prefills or decodes or speculation or self._new or self._masks):
+            return _IDLE, []
         starts = tuple(
             SlotStart(s.slot, s.tokens, s.prefill_end - len(s.request.prompt), s.sampling, s.request.logit_bias)
             for s in self._new
