@@ -1,6 +1,6 @@
 """Expert balancing on a synthetic skewed workload: the load of ranks before and after, beside uniform random routing.
 
-    python scripts/bench_balance.py --output balance.json
+    python scripts/bench_balance.py --report out
 
 Loads are recorded in one window of steps; placements made from them are judged on later steps, token by token with the
 routing rule of the model. Then the next window follows, with the placement that is in force by then.
@@ -8,13 +8,11 @@ routing rule of the model. Then the next window follows, with the placement that
 The workload: requests in flight, each about one topic, end by chance and are replaced; which topics arrive drifts. How
 often a token takes an expert is log-normal per layer and expert, times log-normal per layer, topic and expert. All of
 it is synthetic: its spread is chosen so that the load before balancing is about as uneven as has been published.
+
+A row is written for every layer, so that a run that is cut short keeps those it has done; the means over layers follow.
 """
 
 import dataclasses
-import datetime
-import json
-import os
-import platform
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +25,10 @@ from tqdm import tqdm
 from dsv4jax.balance.balancer import BalanceConfig
 from dsv4jax.balance.metrics import uniform_balancedness
 from dsv4jax.balance.solver import Solver, rank_loads
+from dsv4jax.bench.conditions import conditions, flag_values
+from dsv4jax.bench.page import reported
+from dsv4jax.bench.plots import Axis, Plot
+from dsv4jax.bench.result import Result, text_table
 from dsv4jax.config import ModelConfig
 from sharding.placement import chosen_slots, initial_owners, placement_from_owners
 
@@ -42,9 +44,8 @@ _DRIFT = flags.DEFINE_float("drift", 0.5, "Spread of the logarithm of a topic's 
 _DRIFT_TIME = flags.DEFINE_integer("drift_time", 2000, "Steps in which arrivals forget what they were.", lower_bound=1)
 _LIFETIME = flags.DEFINE_integer("lifetime", 300, "Steps that a request takes on average.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the workload.")
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
+_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
 
-_REPORTED = ("ranks", "nodes", "requests", "layers", "judged", "drift", "drift_time", "lifetime", "seed")
 _TOPICS = 64
 _RESOLUTION = 1 << 16  # of the probability of an expert
 
@@ -113,8 +114,8 @@ def draw_experts(rng: np.random.Generator, tables: np.ndarray, topics: np.ndarra
 _slots_of = jax.jit(chosen_slots)
 
 
-def balancedness(experts: list[np.ndarray], owners: np.ndarray, stack: Stack, ranks: int) -> float:
-    """Mean over steps of mean load / load of the busiest rank, by the slots that the tokens really take."""
+def balancedness(experts: list[np.ndarray], owners: np.ndarray, stack: Stack, ranks: int) -> np.ndarray:
+    """Mean load / load of the busiest rank of each step, by the slots that the tokens really take."""
     placement = placement_from_owners(owners[None], stack.experts, ranks)
     tokens = len(experts[0]) // ranks
     index = np.add.outer(np.arange(ranks), np.arange(tokens)).reshape(-1)
@@ -123,13 +124,13 @@ def balancedness(experts: list[np.ndarray], owners: np.ndarray, stack: Stack, ra
         slots = np.asarray(_slots_of(placement.slots[0], placement.counts[0], jax.numpy.asarray(picks), index))
         load = np.bincount(slots.reshape(-1) // (len(owners) // ranks), minlength=ranks)
         ratios.append(load.mean() / load.max())
-    return float(np.mean(ratios))
+    return np.array(ratios)
 
 
 def layer_results(
     rng: np.random.Generator, stack: Stack, topics: np.ndarray, cfg: BalanceConfig, solver: Solver
-) -> Iterator[dict[str, float]]:
-    """What happens to one layer in each cycle."""
+) -> Iterator[tuple[dict[str, float], dict[str, np.ndarray]]]:
+    """What happens to one layer in each cycle: numbers of the whole cycle, and balancedness of each judged step."""
     ranks, tables = solver.ranks, popularity_tables(rng, stack)
 
     def draw(step):
@@ -145,19 +146,22 @@ def layer_results(
         begin = start + cfg.window
         judged = [draw(step) for step in np.linspace(begin, begin + cfg.interval - 1, _JUDGED.value).astype(int)]
         half = len(judged) // 2
-        result = {"before": balancedness(judged, owners["steps"], stack, ranks)}
+        by_step = {"before": balancedness(judged, owners["steps"], stack, ranks)}
         if stack.experts % ranks == 0:
-            result["no_redundant_slots"] = balancedness(judged, plain, stack, ranks)
+            by_step["no_redundant_slots"] = balancedness(judged, plain, stack, ranks)
+        result = {}
         for form, given in (("mean", loads.mean(0, keepdims=True)), ("steps", loads)):
             at = time.perf_counter()
             found = solver.solve(given, owners[form])
             result[f"{form}_seconds"] = time.perf_counter() - at
             result[f"{form}_moved"] = int(np.sum(found != owners[form]))
             owners[form] = found
-            result[form] = balancedness(judged, found, stack, ranks)
+            by_step[form] = balancedness(judged, found, stack, ranks)
             result[f"{form}_recorded"] = float(np.mean(_evenness(rank_loads(loads, found, ranks))))
-        result["steps_first_half"] = balancedness(judged[:half], owners["steps"], stack, ranks) if half else np.nan
-        yield result
+        result |= {name: float(ratios.mean()) for name, ratios in by_step.items()}
+        if half:
+            result["steps_first_half"] = float(by_step["steps"][:half].mean())
+        yield result, by_step
 
 
 def _evenness(by_rank: np.ndarray) -> np.ndarray:
@@ -180,34 +184,79 @@ def main(_argv: list[str]) -> None:
     topics = topics_over_time(
         rng, requests, (_CYCLES.value - 1) * cfg.interval + cfg.window + cfg.interval, _DRIFT.value
     )
-    report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "versions": {"python": platform.python_version(), "numpy": np.__version__, "jax": jax.__version__},
-        "cpus": os.cpu_count(),
-        "flags": {name: flags.FLAGS[name].value for name in _REPORTED},
-        "stacks": {},
-    }
-    print("| stack | cycle | no redundant slots | before | after, mean | after, steps | first half | control "
-          "| moved, mean | moved, steps | slots | solver ms per layer |\n|---|" + "---:|" * 11)  # fmt: skip
-    for stack in stacks:
-        # The same popularities whatever the slots, but others in every layer.
-        streams = [np.random.default_rng([_SEED.value, layer, stack.experts]) for layer in range(stack.layers)]
-        progress = tqdm(streams, desc=stack.name, unit="layer")
-        results = [list(layer_results(stream, stack, topics, cfg, solver)) for stream in progress]
-        tokens = np.array([requests * stack.tokens_per_request])
-        control = float(uniform_balancedness(tokens, stack.k, stack.experts, ranks)[0])
-        rows = []
-        for cycle in range(_CYCLES.value):
-            row = {key: float(np.mean([layer[cycle][key] for layer in results])) for key in results[0][cycle]}
-            rows.append(row | {"control": control})
-            print(f"| {stack.name} | {cycle + 1} | {row.get('no_redundant_slots', np.nan):.3f} | {row['before']:.3f} "
-                  f"| {row['mean']:.3f} | {row['steps']:.3f} | {row['steps_first_half']:.3f} | {control:.3f} "
-                  f"| {row['mean_moved']:.1f} | {row['steps_moved']:.1f} | {ranks * stack.slots_per_rank} "
-                  f"| {1000 * row['steps_seconds']:.0f} |", flush=True)  # fmt: skip
-        report["stacks"][stack.name] = rows
-    if _OUTPUT.value:
-        with open(_OUTPUT.value, "w") as file:
-            json.dump(report, file, indent=1)
+    given = conditions(
+        model="expert counts of the released model; loads and routing are drawn",
+        layout=f"{ranks} ranks on {_NODES.value} nodes, virtual",
+        flags=flag_values(globals()),
+        seed=_SEED.value,
+        devices=jax.devices(),
+    )
+    placements = ("no_redundant_slots", "before", "mean", "steps")
+    result = Result(
+        "balance",
+        given,
+        keys={"layers": ("stack", "layer", "cycle"), "stacks": ("stack", "cycle"), "by_step": ("stack", "step")},
+        control={"what": "column control: uniform random routing of as many tokens, equally many experts on each rank"},
+        plots=[
+            Plot("bar", "Balancedness by placement", "stacks", "stack", (*placements, "control"), Axis("experts of"),
+                 Axis("mean load / load of the busiest rank"), by=("cycle",)),
+            *(Plot("line", f"Balancedness of {stack.name} by step", "by_step", "step", ("before", "steps", "control"),
+                   Axis("step"), Axis("mean load / load of the busiest rank"), where={"stack": stack.name})
+              for stack in stacks),
+        ],
+    )  # fmt: skip
+    with reported(_REPORT.value, result):
+        for stack in stacks:
+            tokens = np.array([requests * stack.tokens_per_request])
+            control = float(uniform_balancedness(tokens, stack.k, stack.experts, ranks)[0])
+            run_stack(result, stack, topics, cfg, solver, control)
+        print(text_table(result.rows["stacks"]))
+
+
+def run_stack(
+    result: Result, stack: Stack, topics: np.ndarray, cfg: BalanceConfig, solver: Solver, control: float
+) -> None:
+    """All layers of a stack, then their means."""
+    # The same popularities whatever the slots, but others in every layer.
+    streams = [np.random.default_rng([_SEED.value, layer, stack.experts]) for layer in range(stack.layers)]
+    cycles: list[list[dict[str, np.ndarray]]] = [[] for _ in range(_CYCLES.value)]
+    for layer, stream in enumerate(tqdm(streams, desc=stack.name, unit="layer")):
+        for cycle, (numbers, by_step) in enumerate(layer_results(stream, stack, topics, cfg, solver)):
+            result.add_row("layers", {"stack": stack.name, "layer": layer, "cycle": cycle + 1, **numbers})
+            cycles[cycle].append(by_step)
+    slots = solver.ranks * stack.slots_per_rank
+    for cycle, layers in enumerate(cycles):
+        rows = [row for row in result.rows["layers"] if (row["stack"], row["cycle"]) == (stack.name, cycle + 1)]
+        means = {
+            name: float(np.mean([row[name] for row in rows])) for name in rows[0] if name not in ("stack", "layer")
+        }
+        summary = {"stack": stack.name, **means, "cycle": cycle + 1, "control": control, "slots": slots}
+        result.add_row("stacks", summary)
+        steps = np.linspace(cfg.window, cfg.window + cfg.interval - 1, _JUDGED.value).astype(int) + cycle * cfg.interval
+        by_step = {name: np.mean([layer[name] for layer in layers], 0) for name in layers[0]}
+        result.add_rows(
+            "by_step",
+            [
+                {"stack": stack.name, "step": step, **{name: ratios[i] for name, ratios in by_step.items()}}
+                | {"control": control}
+                for i, step in enumerate(steps)
+            ],
+        )
+        result.verdicts.append(verdict(summary))
+
+
+_NEAR = 0.02
+"""How far below the control balancing may end to have reached it."""
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """What rearranging has made of a stack in a cycle."""
+    short = row["control"] - row["steps"]
+    reached = "reached" if short <= _NEAR else "not reached"
+    return (
+        f"{row['stack']}, cycle {row['cycle']}: balancedness from {row['before']:.3f} to {row['steps']:.3f};"
+        f" uniform routing gives {row['control']:.3f}: {reached} within {_NEAR}"
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,10 @@
 --model, or with --executor=simulated the scheduler on the virtual clock; section host needs no device.
 """
 
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from absl import app, flags
 from bench_system import EXECUTOR, RANKS, acceptance, make_system, system_conditions
 
@@ -16,7 +20,7 @@ from dsv4jax.bench.host_gap import decode_gap, decode_length
 from dsv4jax.bench.page import reported
 from dsv4jax.bench.plots import Axis, Plot
 from dsv4jax.bench.result import Result, text_table
-from dsv4jax.bench.steps import numbers_of, use_compilation_cache
+from dsv4jax.bench.steps import sizes_of, use_compilation_cache
 
 _SECTIONS = flags.DEFINE_multi_enum("sections", ["gap"], ["gap", "host"], "What to measure; may be repeated.")
 _POINTS = flags.DEFINE_list("points", ["8x1024"], "Requests per rank x context, of section gap.")
@@ -28,12 +32,13 @@ _SKEW = flags.DEFINE_float(
     0.0,
     0.99,
 )
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of a measurement, of whose times the least count.", 1)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Measurements of each point.", 1)
 _HOST = flags.DEFINE_multi_integer("host_requests", [1, 64, 256, 1024], "Running requests of section host.", 1)
 _LONG = flags.DEFINE_integer("long_prompt", 0, "Tokens of one of these requests; 0 for as few as the others have.", 0)
 _CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
 _REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
-_OWN = (_SECTIONS, _POINTS, _STEPS, _SKEW, _REPEATS, _HOST, _LONG)
+_OWN = (_SECTIONS, _POINTS, _STEPS, _SKEW, _ROUNDS, _REPEATS, _HOST, _LONG)
 
 flags.set_default(EXECUTOR, "model")
 
@@ -66,7 +71,7 @@ _PLOTS = [
 
 def run_gap(result: Result) -> None:
     """Every point, on one system with a program for each."""
-    points = [numbers_of("points", text, (2,)) for text in _POINTS.value]
+    points = [point for text in _POINTS.value for point in sizes_of("points", text, (2,))]
     steps, drafts = _STEPS.value, len(acceptance())
     lengths = tuple(decode_length(context, steps, drafts, _SKEW.value) for _, context in points)
     sizes = dict(
@@ -80,23 +85,34 @@ def run_gap(result: Result) -> None:
     for requests, context in points:
         rows = []
         for _ in range(_REPEATS.value):
-            row = decode_gap(system, requests=requests, context=context, steps=steps, skew=_SKEW.value)
+            row = decode_gap(
+                system, requests=requests, context=context, steps=steps, skew=_SKEW.value, rounds=_ROUNDS.value
+            )
             rows.append({"point": f"{requests} x {context}", **row})
             result.add_row("gap", rows[-1])
-        row = sorted(rows, key=lambda row: row["engine_milliseconds"])[len(rows) // 2]
-        gap = row["engine_milliseconds"] - row["balanced_program_milliseconds"]
-        worst = max(_CAUSES, key=lambda cause: row[f"gap_{cause}_milliseconds"])
-        result.verdicts.append(
-            f"{requests} requests at {context:,}: the program alone takes {row['share_of_engine']:.0%} of the engine's"
-            f" step of {row['engine_milliseconds']:.2f} ms; of the gap of {gap:.2f} ms {_NAMES[worst]} costs most,"
-            f" {row[f'gap_{worst}_milliseconds']:.2f} ms"
-        )
-    result.control = {"control": "balanced_program: the program alone, every rank with the mean context", **row}
+        result.verdicts.append(_verdict(requests, context, rows))
+    result.control = {"control": "balanced_program: the program alone, every rank with the mean context", **rows[-1]}
     system.close()
 
 
+def _verdict(requests: int, context: int, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Of the medians of repeats."""
+    columns = ("engine_milliseconds", "balanced_program_milliseconds", *(f"gap_{c}_milliseconds" for c in _CAUSES))
+    middle = {name: statistics.median(row[name] for row in rows) for name in columns}
+    spread = max(max(row[name] for row in rows) - min(row[name] for row in rows) for name in columns[:2])
+    engine, program = (middle[name] for name in columns[:2])
+    text = f"{requests} requests at {context:,}: a step takes {engine:.2f} ms, the program alone {program:.2f}"
+    if engine - program <= spread:
+        return f"{text}; the gap is within the spread of repeats, {spread:.2f} ms"
+    worst = max(_CAUSES, key=lambda cause: middle[f"gap_{cause}_milliseconds"])
+    return (
+        f"{text}, {program / engine:.0%} of it; of the gap most is for {_NAMES[worst]},"
+        f" {middle[f'gap_{worst}_milliseconds']:.2f} ms"
+    )
+
+
 _NAMES = {
-    "ranks": "waiting for ranks with longer contexts",
+    "ranks": "waiting for the rank with the longest contexts",
     "dispatch": "making and dispatching batches",
     "readback": "reading samples back",
     "host": "deciding and taking results",

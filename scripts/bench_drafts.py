@@ -1,7 +1,7 @@
 """Times drafting and verifying with synthetic acceptance, beside plain decoding.
 
-    python scripts/bench_drafts.py --output drafts.json
-    python scripts/bench_drafts.py --requests 1,64 --acceptance 0.9,0.8,0.7,0.6,0.5 --output drafts.json
+    python scripts/bench_drafts.py --report out
+    python scripts/bench_drafts.py --requests 1,64 --acceptance 0.9,0.8,0.7,0.6,0.5 --report out
 
 One device in the place of one rank of `--ranks`, with random weights at released widths and a cache of random records;
 what the links between devices would take is not in the times. For each number of requests: plain decoding, a draft
@@ -25,11 +25,14 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from dsv4jax.bench.drafts import DraftCase, mean_length
+from dsv4jax.bench.conditions import conditions, flag_values
+from dsv4jax.bench.drafts import DraftCase, acceptance, mean_length, reliability
 from dsv4jax.bench.host_gap import host_gap
+from dsv4jax.bench.page import reported
+from dsv4jax.bench.plots import Axis, Plot
 from dsv4jax.bench.random_state import random_params
-from dsv4jax.bench.report import Report, reliability, text_table
-from dsv4jax.bench.steps import PAGE, compile_apart, use_compilation_cache
+from dsv4jax.bench.result import Result, text_table
+from dsv4jax.bench.steps import PAGE, caught, compile_apart, use_compilation_cache
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig
 from dsv4jax.implementation import with_implementation
@@ -58,7 +61,7 @@ _ENGINE = flags.DEFINE_multi_integer("engine_requests", [], "Also the host gap o
 _STEPS = flags.DEFINE_integer("engine_steps", 60, "Steps of the engine that are timed.", lower_bound=2)
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Timed steps per point.", lower_bound=1)
 _CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
+_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
 
 
 def numbers(name: str, values: list[str], least: float, most: float) -> list[float]:
@@ -73,7 +76,7 @@ def numbers(name: str, values: list[str], least: float, most: float) -> list[flo
 
 
 def measure_load(
-    report: Report, case: DraftCase, programs: dict[str, Any], params: Params, laws: list[np.ndarray]
+    result: Result, case: DraftCase, programs: dict[str, Any], params: Params, laws: list[np.ndarray]
 ) -> None:
     """All rows of one number of requests."""
     names, seconds = {"requests": case.requests}, {}
@@ -91,8 +94,8 @@ def measure_load(
         seconds["draft"] = case.draft_seconds(program("draft"), params)
         return {"milliseconds": seconds["draft"] * 1e3}
 
-    report.attempt("steps", {**names, "drafts": "0"}, plain)
-    report.attempt("draft_rounds", names, draft)
+    result.attempt("steps", {**names, "drafts": "0"}, plain)
+    result.attempt("draft_rounds", names, draft)
     if len(seconds) < 2:
         return  # Nothing to hold the others against.
 
@@ -114,7 +117,7 @@ def measure_load(
         row = speculate("adaptive", law, costs.table())
         others = [
             other["tokens_per_second"]
-            for other in report.contents["steps"]
+            for other in result.rows["steps"]
             if other["requests"] == case.requests and other.get("law", label) == label and "tokens_per_second" in other
         ]
         return row | {"times_best_fixed": row["tokens_per_second"] / max(others), "costs": dataclasses.asdict(costs)}
@@ -123,23 +126,24 @@ def measure_load(
         label = " ".join(f"{p:g}" for p in law)
         for k in case.fixed:
             fixed = {**names, "drafts": str(k), "law": label, "expected_tokens": mean_length(law[:k])}
-            report.attempt("steps", fixed, functools.partial(speculate, str(k), law))
-        report.attempt("steps", {**names, "drafts": "adaptive", "law": label}, functools.partial(adaptive, law))
+            result.attempt("steps", fixed, functools.partial(speculate, str(k), law))
+        result.attempt("steps", {**names, "drafts": "adaptive", "law": label}, functools.partial(adaptive, law))
 
-    def tables() -> dict[str, Any]:
-        most = str(max(case.fixed))
-        found = {}
-        for name, law in (("random_weights", -np.ones_like(laws[0])), ("synthetic_acceptance", laws[0])):
-            found[name] = reliability(case.speculate(program(most), params, most, law).statistics)
-        return found
+    most = str(max(case.fixed))
+    for kind, law in (("random weights", -np.ones_like(laws[0])), ("synthetic", laws[0])):
+        told = {**names, "acceptance": kind}
+        run = caught(lambda law=law: case.speculate(program(most), params, most, law))
+        if isinstance(run, Exception):
+            result.add_row("acceptance", {**told, "error": f"{type(run).__name__}: {run}"})
+            continue
+        result.add_rows("acceptance", [{**told, **row} for row in acceptance(run.statistics)])
+        result.add_rows("reliability", [{**told, **row} for row in reliability(run.statistics)])
 
-    report.attempt("reliability", names, tables)
 
-
-def goals(report: Report) -> list[dict[str, Any]]:
+def goals(result: Result) -> list[dict[str, Any]]:
     """Whether a cycle of one request takes less than 1.35 plain steps, and choosing is within 3 % of the best."""
     found = []
-    for row in report.contents.get("steps", []):
+    for row in result.rows.get("steps", []):
         if row["requests"] == 1 and row["drafts"].isdecimal() and "times_plain_step" in row:
             value, goal = row["times_plain_step"], f"1 request, {row['drafts']} drafts: cycle under 1.35 plain steps"
             found.append({"goal": goal, "value": value, "met": value < 1.35})
@@ -149,30 +153,84 @@ def goals(report: Report) -> list[dict[str, Any]]:
     return found
 
 
-def run(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) -> None:
-    """Compiles everything, then measures one number of requests after the other."""
+def speed_verdicts(steps: list[dict[str, Any]]) -> list[str]:
+    """Which way is the fastest for each number of requests and law of acceptance."""
+    lines = []
+    for requests, law in dict.fromkeys((row["requests"], row["law"]) for row in steps if "law" in row):
+        ways = [row for row in steps if row["requests"] == requests and row.get("law", law) == law]
+        ways = [row for row in ways if "tokens_per_second" in row]
+        if len(ways) > 1:
+            best, plain = max(ways, key=lambda row: row["tokens_per_second"]), ways[0]
+            gain = best["tokens_per_second"] / plain["tokens_per_second"]
+            what = "plain decoding" if best is plain else f"drafts {best['drafts']}"
+            lines.append(f"{requests} requests, acceptance {law}: {what} is the fastest, {gain:.2f} times plain")
+    return lines
+
+
+def empty_result(given: dict[str, Any]) -> Result:
+    """What is filled."""
+    requests, speed = Axis("requests", log=True), Axis("speed", "tokens/s")
+    share, by = Axis("share of drafts"), ("requests", "acceptance")
+    return Result(
+        "speculation",
+        given,
+        keys={
+            "steps": ("requests", "drafts", "law"),
+            "draft_rounds": ("requests",),
+            "acceptance": (*by, "position"),
+            "reliability": (*by, "survival"),
+            "engine": ("requests_per_rank", "drafts"),
+        },
+        control={"what": "plain decoding of the same requests: drafts 0; for adaptive steps the best fixed number"},
+        plots=[
+            Plot("line", "Speed by load", "steps", "requests", ("tokens_per_second",), requests, speed,
+                 by=("drafts", "law")),
+            Plot("stacked", "Where the time of a step goes", "steps", "drafts",
+                 ("draft_milliseconds", "verify_milliseconds"), Axis("drafts"), Axis("time", "ms"), by=("requests",)),
+            Plot("line", "Acceptance by position", "acceptance", "position", ("accepted",), Axis("position"), share,
+                 by=by),
+            Plot("line", "Reliability of confidences", "reliability", "predicted", ("predicted", "accepted"),
+                 Axis("predicted survival"), share, by=by),
+        ],
+        echo=True,
+    )  # fmt: skip
+
+
+def sizes(cfg: ModelConfig) -> tuple[tuple[int, ...], list[np.ndarray], list[int]]:
+    """Fixed numbers of drafts, laws of acceptance and numbers of requests that the flags ask for."""
     fixed = tuple(int(k) for k in numbers("fixed", _FIXED.value, 1, cfg.dspark_block_size))
     laws = [np.float32(numbers("acceptance", text.split(","), 0, 1)) for text in _ACCEPTANCE.value]
     if any(len(law) < max(fixed) for law in laws):
         raise app.UsageError(f"--acceptance={_ACCEPTANCE.value}: every law must be for {max(fixed)} drafts")
-    laws = [law[: max(fixed)] for law in laws]
+    requests = [int(n) for n in numbers("requests", _REQUESTS.value, 1, 4096)]
+    return fixed, [law[: max(fixed)] for law in laws], requests
+
+
+def run(
+    result: Result,
+    cfg: ModelConfig,
+    numerics: Numerics,
+    layout: Layout,
+    fixed: tuple[int, ...],
+    laws: list[np.ndarray],
+    requests_of_the_rank: list[int],
+) -> None:
+    """Compiles everything, then measures one number of requests after the other."""
     cases = [
-        DraftCase(
-            cfg, numerics, layout, int(n), _CONTEXT.value, fixed, _NOISE.value, _TEMPERATURE.value, _REPEATS.value
-        )
-        for n in numbers("requests", _REQUESTS.value, 1, 4096)
+        DraftCase(cfg, numerics, layout, n, _CONTEXT.value, fixed, _NOISE.value, _TEMPERATURE.value, _REPEATS.value)
+        for n in requests_of_the_rank
     ]
     begin = time.perf_counter()
     params = jax.block_until_ready(random_params(cfg, numerics, layout))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    report.add("parameters", {"gibibytes": size / 2**30, "seconds": time.perf_counter() - begin})
+    result.add_row("parameters", {"gibibytes": size / 2**30, "seconds": time.perf_counter() - begin})
     begin = time.perf_counter()
     programs = compile_apart(
         {(case.requests, way): functools.partial(case.lower, way, params) for case in cases for way in case.ways}
     )
-    report.add("compilation", {"programs": len(programs), "seconds": time.perf_counter() - begin})
+    result.add_row("compilation", {"programs": len(programs), "seconds": time.perf_counter() - begin})
     for case in cases:
-        measure_load(report, case, {way: programs[case.requests, way] for way in case.ways}, params, laws)
+        measure_load(result, case, {way: programs[case.requests, way] for way in case.ways}, params, laws)
     for requests in _ENGINE.value:
         for drafts in (0, max(fixed)):
             law = laws[0][:drafts] if drafts else None
@@ -180,7 +238,7 @@ def run(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) ->
                 host_gap, params, cfg, numerics, layout, requests=requests, steps=_STEPS.value, drafts=drafts,
                 forced_acceptance=law,
             )  # fmt: skip
-            report.attempt("engine", {}, measure)
+            result.attempt("engine", {}, measure)
 
 
 def main(argv: list[str]) -> None:
@@ -191,9 +249,14 @@ def main(argv: list[str]) -> None:
         cfg = ModelConfig.from_checkpoint(_MODEL.value)
     else:
         cfg = reduced_config(_LAYERS.value, engram_vocab_size=_ENGRAM.value)
+    asked = sizes(cfg)
     numerics, why = with_implementation(FAST, _IMPLEMENTATION.value, cfg, PAGE)
-    report = Report(
-        _OUTPUT.value,
+    given = conditions(
+        model=_MODEL.value or f"released widths, {cfg.num_hidden_layers} layers",
+        layout=f"one rank of {_RANKS.value}, the exchange by copies on the device",
+        flags=flag_values(globals()),
+        seed=1,
+        devices=jax.devices(),
         implementation=numerics.implementation,
         layers=cfg.num_hidden_layers,
         emulated_ranks=_RANKS.value,
@@ -202,18 +265,15 @@ def main(argv: list[str]) -> None:
         temperature=_TEMPERATURE.value,
     )
     print(f"{numerics.implementation}{f' ({why})' if why else ''}, one rank of {_RANKS.value}", flush=True)
-    run(report, cfg, numerics, emulated_rank(_RANKS.value))
-    for section in ("steps", "engine"):
-        if section in report.contents:
-            print(f"\n{section}\n{text_table(report.contents[section])}")
-    for row in report.contents.get("reliability", []):
-        for name in ("random_weights", "synthetic_acceptance"):
-            if name in row:
-                print(f"\nreliability, {row['requests']} requests, {name}\n{text_table(row[name])}")
-    if found := goals(report):
-        report.contents["goals"] = []
-        for row in found:
-            report.add("goals", row)
+    with reported(_REPORT.value, empty_result(given)) as result:
+        run(result, cfg, numerics, emulated_rank(_RANKS.value), *asked)
+        for section in ("steps", "acceptance", "reliability", "engine"):
+            if section in result.rows:
+                print(f"\n{section}\n{text_table(result.rows[section])}")
+        for row in goals(result):
+            result.add_row("goals", row)
+            result.verdicts.append(f"{row['goal']}: {row['value']:.3g}, {'met' if row['met'] else 'not met'}")
+        result.verdicts += speed_verdicts(result.rows.get("steps", []))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,30 @@
 """Times every kernel at the released shapes beside ceilings and peers of the same run.
 
-    python scripts/bench_kernels.py --output benchmarks/kernels.json
-    python scripts/bench_kernels.py --only topk --only sparse_attention --output /tmp/kernels.json
+    python scripts/bench_kernels.py --report out
+    python scripts/bench_kernels.py --only topk --only sparse_attention --report out
 
 Each line is the median device time of a call (its kernels, gaps excluded), the share of the larger floor (bytes over
 the copy rate, products over the matmul rate), and the goal. Needs a GPU.
 """
 
-import datetime
 import importlib
 import importlib.util
-import json
 import pkgutil
-from pathlib import Path
 
 import jax
 from absl import app, flags
+from tqdm import tqdm
 
 import pallas_kernels
+from dsv4jax.bench.conditions import conditions, flag_values
+from dsv4jax.bench.page import reported
+from dsv4jax.bench.plots import Axis, Plot
+from dsv4jax.bench.result import Result
 from pallas_kernels.timing import Case, ceilings, device_microseconds
 
 _ONLY = flags.DEFINE_multi_string("only", [], "Operations (folders of pallas_kernels); all by default.")
 _LAUNCHES = flags.DEFINE_integer("launches", 12, "Timed calls per case.", lower_bound=1)
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
+_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
 
 
 def cases() -> list[Case]:
@@ -44,23 +46,34 @@ def main(_) -> None:
         raise app.UsageError(f"the default device is {jax.default_backend()}: kernels are timed on a GPU")
     limits = ceilings()
     print(", ".join(f"{name} {value / 1e12:.2f} T/s" for name, value in limits.items()), flush=True)
-    chosen, records = cases(), []
-
-    for case in chosen:
-        fn, argument_sets = case.make()
-        measured = device_microseconds(fn, argument_sets, _LAUNCHES.value)
-        floor = max(case.bytes / limits["copy"], case.flops / limits[case.flops_type]) * 1e6
-        records.append({"case": case.name, "microseconds": measured, "floor": floor, "goal": case.goal})
-        goal = "" if case.goal is None else f"  goal {case.goal:7.1f}"
-        print(f"{case.name:64s} {measured:8.1f} us {floor / measured:6.1%} of the ceiling{goal}", flush=True)
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "ceilings": limits,
-        "cases": records,
-    }
-    Path(_OUTPUT.value).write_text(json.dumps(result, indent=1) + "\n")
+    chosen = cases()
+    given = conditions(
+        model="kernels at the released shapes",
+        layout="one device",
+        flags=flag_values(globals()),
+        seed=0,
+        devices=jax.devices(),
+    )
+    result = Result(
+        "kernels",
+        given,
+        keys={"cases": ("case",)},
+        control={"what": "column floor: bytes over the copy rate or products over the matmul rate, the larger, in us"},
+        ceiling={"what": "measured in the same run, bytes and operations per second", **limits},
+        plots=[Plot("bar", "Kernels and their floors", "cases", "case", ("microseconds", "floor"), Axis("case"),
+                    Axis("time", "us"))],
+    )  # fmt: skip
+    with reported(_REPORT.value, result):
+        for case in tqdm(chosen, unit="case"):
+            fn, argument_sets = case.make()
+            measured = device_microseconds(fn, argument_sets, _LAUNCHES.value)
+            floor = max(case.bytes / limits["copy"], case.flops / limits[case.flops_type]) * 1e6
+            result.add_row("cases", {"case": case.name, "microseconds": measured, "floor": floor, "goal": case.goal})
+            goal = "" if case.goal is None else f"  goal {case.goal:7.1f}"
+            tqdm.write(f"{case.name:64s} {measured:8.1f} us {floor / measured:6.1%} of the ceiling{goal}")
+        goals = [row for row in result.rows["cases"] if row["goal"] is not None]
+        met = sum(row["microseconds"] <= row["goal"] for row in goals)
+        result.verdicts.append(f"{met} of {len(goals)} goals are met")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Data-parallel attention and expert parallelism over the devices of this machine, beside one device.
 
-    python scripts/bench_parallel.py --output parallel.json
-    python scripts/bench_parallel.py --sections exchange --exchanges ragged --output ragged.json
-    python scripts/bench_parallel.py --sections steps --decode 64x1x4096 --prefill 2048 --profile --output steps.json
+    python scripts/bench_parallel.py --report out
+    python scripts/bench_parallel.py --sections exchange --exchanges ragged --report ragged
+    python scripts/bench_parallel.py --sections steps --decode 64x1x4096 --prefill 2048 --profile --report steps
 
 Random weights at released widths. Three sections: the exchange of tokens alone, beside what plain collectives reach in
 the same run; whole steps, on one device with a rank's batch and with the batch of all ranks, and over all devices; and
@@ -19,12 +19,15 @@ from typing import Any
 import jax
 import numpy as np
 from absl import app, flags
-from dsv4jax.bench.report import Report, text_table
 
 from dsv4jax.balance.metrics import uniform_balancedness
+from dsv4jax.bench.conditions import conditions, flag_values
 from dsv4jax.bench.exchange import ExchangeCase, Links, measure_links
 from dsv4jax.bench.host_gap import host_gap
+from dsv4jax.bench.page import reported
+from dsv4jax.bench.plots import Axis, Plot
 from dsv4jax.bench.random_state import random_cache, random_params
+from dsv4jax.bench.result import Result, text_table
 from dsv4jax.bench.steps import (
     PAGE,
     StepCase,
@@ -66,13 +69,13 @@ _EXCHANGE_TOKENS = flags.DEFINE_multi_integer(
 _LINK = flags.DEFINE_integer("link_megabytes", 256, "Per device, of the collectives that measure the links.", 1)
 _DECODE = flags.DEFINE_list("decode", ["64x1x4096"], "Steps: requests per rank x tokens per request x context.")
 _PREFILL = flags.DEFINE_list("prefill", ["2048"], "Steps: tokens per rank.")
-_ROUTING = flags.DEFINE_multi_enum("routing", ["uniform", "skewed"], ROUTINGS, "Routings of the steps.")
+_ROUTING = flags.DEFINE_multi_enum("routing", ["model", "uniform", "skewed"], ROUTINGS, "Routings of the steps.")
 _PROFILE = flags.DEFINE_bool("profile", False, "Also the time of dispatch and combine within steps over all devices.")
 _REQUESTS = flags.DEFINE_multi_integer("engine_requests", [16], "Requests per rank in the engine.")
 _STEPS = flags.DEFINE_integer("engine_steps", 60, "Steps of the engine that are timed.", lower_bound=2)
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls per point.", lower_bound=1)
 _CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
+_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,7 +153,7 @@ def measure_step(
     return row
 
 
-def run(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) -> None:
+def run(result: Result, cfg: ModelConfig, numerics: Numerics, layout: Layout) -> None:
     """All sections, compiled together."""
     sections, kind = _SECTIONS.value, _EXCHANGES.value[0]
     layout = dataclasses.replace(layout, exchange=kind)
@@ -167,26 +170,26 @@ def run(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) ->
     lowerings = {case: functools.partial(case.lower, cfg) for case in exchanges}
     lowerings |= {step: functools.partial(step.lower, cfg, numerics) for step in steps}
     programs = compile_apart(lowerings)
-    report.add("compilation", {"programs": len(programs), "seconds": time.perf_counter() - begin})
+    result.add_row("compilation", {"programs": len(programs), "seconds": time.perf_counter() - begin})
 
     if exchanges:
-        run_exchanges(report, exchanges, programs, cfg, layout)
+        run_exchanges(result, exchanges, programs, cfg, layout)
     alone = {
         row["tokens_per_rank"]: row["microseconds"] * cfg.num_hidden_layers / 1e3
-        for row in report.contents.get("exchange", [])
+        for row in result.rows.get("exchange", [])
         if row["exchange"] == kind and "microseconds" in row
     }
     for one in (SINGLE, layout):
         engine = one == layout and "engine" in sections
         if engine or any(step.layout == one for step in steps):
-            params = draw(report, cfg, numerics, one)
+            params = draw(result, cfg, numerics, one)
             on_layout = [step for step in steps if step.layout == one]
-            run_steps(report, on_layout, programs, alone, params, cfg, numerics, layout, engine)
+            run_steps(result, on_layout, programs, alone, params, cfg, numerics, layout, engine)
             del params  # before others are drawn
 
 
 def run_steps(
-    report: Report,
+    result: Result,
     steps: list[PlacedStep],
     programs: dict[Any, Any],
     exchange_alone: dict[int, float],
@@ -207,14 +210,14 @@ def run_steps(
         if step.layout.ranks > 1 and step.case.shape.tokens in exchange_alone:
             names["exchange_alone_milliseconds"] = exchange_alone[step.case.shape.tokens]
         measure = functools.partial(measure_step, step, programs[step], params, cfg, numerics, layout.ranks)
-        report.attempt("steps", names, measure)
+        result.attempt("steps", names, measure)
     for requests in _REQUESTS.value if engine else ():
         measure = functools.partial(host_gap, params, cfg, numerics, layout, requests=requests, steps=_STEPS.value)
-        report.attempt("engine", {"devices": layout.devices}, measure)
+        result.attempt("engine", {"devices": layout.devices}, measure)
 
 
 def run_exchanges(
-    report: Report, cases: list[ExchangeCase], programs: dict[Any, Any], cfg: ModelConfig, layout: Layout
+    result: Result, cases: list[ExchangeCase], programs: dict[Any, Any], cfg: ModelConfig, layout: Layout
 ) -> None:
     """What plain collectives reach, then every case."""
     links: Links | None = None
@@ -225,22 +228,64 @@ def run_exchanges(
         gigabytes = {f"{name}_gigabytes_per_second": rate / 1e9 for name, rate in links.bandwidth.items()}
         return gigabytes | {f"{name}_microseconds": seconds * 1e6 for name, seconds in links.latency.items()}
 
-    report.attempt("links", {"devices": layout.devices}, measured)
+    result.attempt("links", {"devices": layout.devices}, measured)
     if links is None:
         return
     for case in cases:
         measure = functools.partial(case.measure, programs[case], cfg, links, _REPEATS.value)
-        report.attempt("exchange", case.names, measure)
+        result.attempt("exchange", case.names, measure)
 
 
-def draw(report: Report, cfg: ModelConfig, numerics: Numerics, layout: Layout) -> Params:
+def draw(result: Result, cfg: ModelConfig, numerics: Numerics, layout: Layout) -> Params:
     """Random parameters on the devices of a layout."""
     begin = time.perf_counter()
     params = jax.block_until_ready(random_params(cfg, numerics, layout))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     seconds = time.perf_counter() - begin
-    report.add("parameters", {"devices": layout.devices, "gibibytes": size / 2**30, "seconds": seconds})
+    result.add_row("parameters", {"devices": layout.devices, "gibibytes": size / 2**30, "seconds": seconds})
     return params
+
+
+def empty_result(given: dict[str, Any]) -> Result:
+    """What is filled."""
+    time_axis, steps = Axis("time", "ms"), ("devices", "routing")
+    return Result(
+        "parallel",
+        given,
+        keys={
+            "links": ("devices",),
+            "exchange": ("exchange", "tokens_per_rank"),
+            "steps": ("step", *steps),
+            "engine": ("devices", "requests_per_rank"),
+        },
+        control={"what": "uniform routing of the same batch; column uniform_control is its expected balancedness"},
+        plots=[
+            Plot("bar", "Time of a step", "steps", "step", ("milliseconds",), Axis("step"), time_axis, by=steps),
+            Plot("bar", "Balancedness", "steps", "step", ("balancedness", "uniform_control"), Axis("step"),
+                 Axis("mean load / load of the busiest rank"), by=steps),
+            Plot("line", "Exchanges alone", "exchange", "tokens_per_rank", ("microseconds", "floor_microseconds"),
+                 Axis("tokens of a rank", log=True), Axis("time", "us", log=True), by=("exchange",)),
+        ],
+        echo=True,
+    )  # fmt: skip
+
+
+def routing_verdicts(steps: list[dict[str, Any]]) -> list[str]:
+    """What the routing costs steps over all devices, beside uniform routing of the same batch."""
+    lines = []
+    found = {(row["step"], row["devices"], row["routing"]): row for row in steps if "milliseconds" in row}
+    for (step, devices, routing), row in found.items():
+        control = found.get((step, devices, "uniform"))
+        if control is not None and routing != "uniform" and devices > 1:
+            lines.append(
+                f"{step}, {devices} devices: {routing} routing takes"
+                f" {row['milliseconds'] / control['milliseconds']:.2f} times uniform routing; balancedness"
+                f" {row['balancedness']:.2f} against {control['balancedness']:.2f}"
+            )
+        if "exchange_alone_milliseconds" in row:
+            share = row["exchange_alone_milliseconds"] / row["milliseconds"]
+            lines.append(f"{step}, {devices} devices, {routing}: exchanges alone take {share:.0%} of the step's time")
+    return lines
 
 
 def main(argv: list[str]) -> None:
@@ -260,18 +305,24 @@ def main(argv: list[str]) -> None:
             dspark_n_routed_experts=8 * layout.devices,
         )
     numerics, why = with_implementation(FAST, _IMPLEMENTATION.value, cfg, PAGE)
-    report = Report(
-        _OUTPUT.value,
+    given = conditions(
+        model=_MODEL.value or f"released widths, {cfg.num_hidden_layers} layers, {cfg.n_routed_experts} experts",
+        layout=f"{layout.devices} ranks, one per device",
+        flags=flag_values(globals()),
+        seed=0,
+        devices=jax.devices(),
         implementation=numerics.implementation,
         modes=[cfg.mode(i) for i in range(cfg.num_hidden_layers)],
         experts=cfg.n_routed_experts,
         exchange_of_the_steps=_EXCHANGES.value[0],
     )
     print(f"{numerics.implementation}{f' ({why})' if why else ''}, {layout.devices} devices", flush=True)
-    run(report, cfg, numerics, layout)
-    for section in ("links", "exchange", "steps", "engine"):
-        if section in report.contents:
-            print(f"\n{section}\n{text_table(report.contents[section])}")
+    with reported(_REPORT.value, empty_result(given)) as result:
+        run(result, cfg, numerics, layout)
+        for section in ("links", "exchange", "steps", "engine"):
+            if section in result.rows:
+                print(f"\n{section}\n{text_table(result.rows[section])}")
+        result.verdicts += routing_verdicts(result.rows.get("steps", []))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,25 @@
 """Times kernels beside what PyTorch and the `humming-kernels` package offer for the same shapes, in one run.
 
-    python scripts/bench_peers.py --output benchmarks/peers.json
+    python scripts/bench_peers.py --report out
 
 Peers are not dependencies of this project: those that are not installed are left out and named. Each line is the
 device time of a call's kernels from the profiler of its framework. Needs a GPU, and PyTorch beside JAX.
 """
 
 import dataclasses
-import datetime
 import functools
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
 import torch
 from absl import app, flags
 
+from dsv4jax.bench.conditions import conditions, flag_values
+from dsv4jax.bench.page import reported
+from dsv4jax.bench.plots import Axis, Plot
+from dsv4jax.bench.result import Result
 from pallas_kernels.moe_experts import benchmark as experts
 from pallas_kernels.moe_experts.arg_specs import EXPERTS, HIDDEN, TOKENS, WIDTH, K
 from pallas_kernels.timing import ceilings, device_microseconds
@@ -26,7 +27,7 @@ from pallas_kernels.topk import benchmark as topk
 from pallas_kernels.topk.arg_specs import SHAPES
 from pallas_kernels.topk.arg_specs import K as KEPT
 
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.", required=True)
+_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
 
 LAUNCHES = 12
 
@@ -126,28 +127,32 @@ def main(argv: list[str]) -> None:
     by_name = {case.name: case for case in topk.cases()}
     for name, shape in SHAPES.items():
         comparisons.append((by_name[f"topk {name}"], {"torch.topk": functools.partial(top_k, shape)}))
-    records = []
-    for case, peers in comparisons:
-        fn, argument_sets = case.make()
-        record = {"case": case.name, "goal": case.goal, "ours": device_microseconds(fn, argument_sets, LAUNCHES)}
-        for peer, measure in peers.items():
-            try:
-                record[peer] = measure()
-            except Exception as error:  # A peer that is absent or refuses the shape must not end the run.
-                record[peer] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-            torch.cuda.empty_cache()
-        shown = ((key, f"{value:.1f}" if isinstance(value, float) else value) for key, value in record.items())
-        print("; ".join(f"{key} {value}" for key, value in shown), flush=True)
-        records.append(record)
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "torch": torch.__version__,
-        "ceilings": ceilings(),
-        "cases": records,
-    }
-    Path(_OUTPUT.value).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    given = conditions(
+        model="kernels at the released shapes",
+        layout="one device",
+        flags=flag_values(globals()),
+        seed=0,
+        devices=jax.devices(),
+        torch=str(torch.__version__),
+    )
+    result = Result(
+        "peers",
+        given,
+        keys={"cases": ("case", "kernel")},
+        control={"what": "the kernels of other packages for the same shapes"},
+        ceiling={"what": "measured in the same run, bytes and operations per second", **ceilings()},
+        plots=[Plot("bar", "Kernels and their peers", "cases", "case", ("microseconds",), Axis("case"),
+                    Axis("time", "us"), by=("kernel",))],
+        echo=True,
+    )  # fmt: skip
+    with reported(_REPORT.value, result):
+        for case, peers in comparisons:
+            ours = functools.partial(device_microseconds, *case.make(), LAUNCHES)
+            # A peer that is absent or refuses the shape is a row with its error.
+            for kernel, measure in {"ours": ours, **peers}.items():
+                names = {"case": case.name, "kernel": kernel, "goal": case.goal}
+                result.attempt("cases", names, lambda measure=measure: {"microseconds": measure()})
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time from the start of a process to the first token: compiled or loaded programs, weights from where, page cache.
 
-    python scripts/bench_startup.py --output startup.json
-    python scripts/bench_startup.py --layers 6 --experts 288 --directory /local/disk --output startup.json
+    python scripts/bench_startup.py --report out
+    python scripts/bench_startup.py --layers 6 --experts 288 --directory /local/disk --report out
         --pages 1000 --max_model_len 4096 --slots 16
 
 The first is the embedded model. The second draws random weights of released widths on the device, exports them, and
@@ -9,11 +9,9 @@ needs no checkpoint. Every measurement is a process of its own, told apart by ph
 files but Python's own out of the page cache before; rates of plain reads of the weights are the ceiling.
 """
 
-import datetime
 import importlib.resources
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -28,7 +26,11 @@ from absl import app, flags, logging
 from engine_flags import RANKS, check_sizes, make_shape
 from executables import use_virtual_devices
 
+from dsv4jax.bench.conditions import conditions, flag_values
+from dsv4jax.bench.page import reported
+from dsv4jax.bench.plots import Axis, Plot
 from dsv4jax.bench.random_state import random_params
+from dsv4jax.bench.result import Result
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.engine_params import load_engine_params
@@ -46,7 +48,7 @@ _DIRECTORY = flags.DEFINE_string(
 _KEEP = flags.DEFINE_bool("keep", False, "Keep it, and use it if it is there.")
 _REPEATS = flags.DEFINE_integer("repeats", 1, "Processes per measurement; all are reported.", 1)
 _SKIP = flags.DEFINE_multi_string("skip", [], "Measurements to leave out, such as 'compiled, checkpoint, cold'.")
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
+_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
 _WORKER = flags.DEFINE_string("worker", None, "Internal: what this process is to measure.")
 _SPAWNED = flags.DEFINE_float("spawned", 0.0, "Internal: when it was started.")
 
@@ -185,31 +187,39 @@ def _read_rate(files: list[Path]) -> float:
     return size / (time.perf_counter() - begin)
 
 
-def _run() -> dict:
+_PHASES = ("imports", "devices", "programs", "weights", "first token")
+
+
+def _empty_result() -> Result:
+    """What is filled."""
+    given = conditions(
+        model=f"random weights of {_LAYERS.value} layers" if _LAYERS.value else _MODEL.value or "the embedded model",
+        layout=f"{RANKS.value} ranks",
+        flags=flag_values(globals()),
+        seed=0,
+        environment=read_manifest(_exported()).environment,
+    )
+    return Result(
+        "startup",
+        given,
+        keys={"startups": ("name",), "reads": ("state",)},
+        ceiling={"what": "table reads: plain reads of the weights by several threads, measured in the same run"},
+        plots=[Plot("stacked", "From the start to the first token", "startups", "name", _PHASES, Axis("measurement"),
+                    Axis("time", "s"))],
+    )  # fmt: skip
+
+
+def _run(result: Result) -> None:
     """All measurements."""
-    if not (_KEEP.value and _exported().exists()):
-        shutil.rmtree(_exported(), ignore_errors=True)
-        result = _child("export")
-        print(json.dumps(result), flush=True)
-    else:
-        result = {}
-    result |= {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(sys.argv),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "environment": read_manifest(_exported()).environment,
-        "reads": {},
-        "startups": [],
-    }
     weights = _files(_exported() / "weights")
     for state in ("cold", "warm"):
         if state == "cold":
             _forget(weights)
-        result["reads"][state] = _read_rate(weights)
-        print(f"plain reads of {len(weights)} files, {state}: {result['reads'][state] / 1e9:.2f} GB/s", flush=True)
+        rate = _read_rate(weights)
+        result.add_row("reads", {"state": state, "bytes_per_second": rate})
+        print(f"plain reads of {len(weights)} files, {state}: {rate / 1e9:.2f} GB/s", flush=True)
     sources = ("snapshot",) if _LAYERS.value else ("checkpoint", "snapshot")
-    columns = ("total", "imports", "devices", "programs", "weights", "first token", "CPU", "compiling")
+    columns = ("total", *_PHASES, "CPU", "compiling")
     print(f"{'seconds':32}" + "".join(f"{name:>13}" for name in columns))
     for programs_from in ("loaded", "compiled"):
         for weights_from in sources:
@@ -219,11 +229,15 @@ def _run() -> dict:
                     if state == "cold":
                         _forget(_files(_exported(), *([_model()] if weights_from == "checkpoint" else [])))
                     measured = _child(f"{programs_from} {weights_from}")
-                    result["startups"].append({"name": name, **measured})
-                    seconds = (measured["total"], *measured["phases"].values(), measured["cpu_seconds"])
-                    seconds += (measured["compile_seconds"],)
+                    row = {"total": measured["total"], **measured["phases"], **measured}
+                    del row["phases"]
+                    result.add_row("startups", {"name": name, **row})
+                    seconds = (
+                        *(row[phase] for phase in ("total", *_PHASES)),
+                        row["cpu_seconds"],
+                        row["compile_seconds"],
+                    )
                     print(f"{name:32}" + "".join(f"{value:13.2f}" for value in seconds), flush=True)
-    return result
 
 
 def main(argv: list[str]) -> None:
@@ -235,9 +249,15 @@ def main(argv: list[str]) -> None:
     elif _WORKER.value:
         _measure(*_WORKER.value.split())
     else:
-        result = _run()
-        if _OUTPUT.value:
-            Path(_OUTPUT.value).write_text(json.dumps(result, indent=1) + "\n")
+        exported = None
+        if not (_KEEP.value and _exported().exists()):
+            shutil.rmtree(_exported(), ignore_errors=True)
+            exported = _child("export")
+            print(json.dumps(exported), flush=True)
+        with reported(_REPORT.value, _empty_result()) as result:
+            if exported is not None:
+                result.add_row("export", exported)
+            _run(result)
         if not _KEEP.value:
             shutil.rmtree(_exported())
 

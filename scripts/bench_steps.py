@@ -153,6 +153,7 @@ def time_case(
         "tokens_per_second": case.shape.tokens / sent,
         "floor_milliseconds": sum(cost.floor(result.ceiling) for cost in costs.values()) / 1e3,
         "experts_in_use": float((load > 0).sum(1).mean()),
+        "shape": dataclasses.asdict(case.shape),
     }
 
 

@@ -10,11 +10,20 @@ import numpy as np
 from absl import flags
 
 from dsv4jax.bench.conditions import conditions
+from dsv4jax.bench.cost_model import HardwareCost
+from dsv4jax.bench.hardware import load_hardware
 from dsv4jax.bench.system import Sizes, System, load_system, simulated_system
-from dsv4jax.engine.simulated import LinearCost, fixed_acceptance
+from dsv4jax.config import ModelConfig
+from dsv4jax.engine.simulated import CostModel, LinearCost, fixed_acceptance
 
 EXECUTOR = flags.DEFINE_enum(
     "executor", "simulated", ["simulated", "model"], "A virtual clock with a simple model of cost, or the model itself."
+)
+_HARDWARE = flags.DEFINE_string(
+    "hardware",
+    None,
+    "What steps of --executor=simulated cost: those of the released model on h200, b300, gb300 or a hardware file, see"
+    " docs/planner.md. Default: round numbers, no machine's.",
 )
 _MODEL = flags.DEFINE_string("model", None, "Checkpoint directory of --executor=model. Default: the embedded model.")
 _RANDOM = flags.DEFINE_bool("random_weights", False, "Weights are drawn: --model needs a config.json only.")
@@ -23,7 +32,7 @@ _IMPLEMENTATION = flags.DEFINE_enum(
 )
 RANKS = flags.DEFINE_integer("ranks", 1, "Data-parallel ranks, one per device; on the CPU devices are virtual.", 1)
 SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time on a rank.", 1)
-_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 16384, "Most tokens of prompt and output together.", 1)
+MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 16384, "Most tokens of prompt and output together.", 1)
 _PREFILL_TOKENS = flags.DEFINE_integer("prefill_tokens", 2048, "Most tokens of prompts in a step of a rank.", 128)
 _PAGES = flags.DEFINE_integer("pages", None, "Pages of a rank's cache. Default: all slots at full length.", 1)
 _ACCEPTANCE = flags.DEFINE_list(
@@ -49,14 +58,14 @@ def make_system(*, random_contents: bool = False, sizes: Mapping[str, Any] | Non
     from_flags = dict(
         ranks=RANKS.value,
         slots=SLOTS.value,
-        max_model_len=_MAX_MODEL_LEN.value,
+        max_model_len=MAX_MODEL_LEN.value,
         prefill_tokens=_PREFILL_TOKENS.value,
         pages=_PAGES.value,
         drafts=len(law),
     )
     all_sizes = Sizes(**{**from_flags, **(sizes or {})})
     if EXECUTOR.value == "simulated":
-        return simulated_system(all_sizes, LinearCost(), fixed_acceptance(law.tolist(), SEED.value), **policy)
+        return simulated_system(all_sizes, _cost(), fixed_acceptance(law.tolist(), SEED.value), **policy)
     if RANKS.value > 1:  # of use on the CPU only
         jax.config.update("jax_num_cpu_devices", RANKS.value)
     return load_system(
@@ -68,6 +77,12 @@ def make_system(*, random_contents: bool = False, sizes: Mapping[str, Any] | Non
         forced_acceptance=law if len(law) else None,
         **policy,
     )
+
+
+def _cost() -> CostModel:
+    if _HARDWARE.value is None:
+        return LinearCost()
+    return HardwareCost(ModelConfig(), load_hardware(_HARDWARE.value), RANKS.value)
 
 
 def acceptance() -> np.ndarray:
@@ -92,12 +107,24 @@ def system_conditions(system: System | None, own: Sequence[flags.FlagHolder], **
       system: None where nothing but the scheduler ran.
       own: flags of the script.
     """
-    of_system = (EXECUTOR, _MODEL, _RANDOM, _IMPLEMENTATION, RANKS, SLOTS, _MAX_MODEL_LEN, _PREFILL_TOKENS, _PAGES)
+    of_system = (
+        EXECUTOR,
+        _HARDWARE,
+        _MODEL,
+        _RANDOM,
+        _IMPLEMENTATION,
+        RANKS,
+        SLOTS,
+        MAX_MODEL_LEN,
+        _PREFILL_TOKENS,
+        _PAGES,
+    )
     programs = None if system is None else system.programs
     if programs is not None:
         others["implementation"] = programs.numerics.implementation
     elif system is not None:
-        others["costs"] = vars(LinearCost())
+        cost = _cost()
+        others["costs"] = vars(cost) if isinstance(cost, LinearCost) else cost.hardware.as_dict()
     return conditions(
         model="none" if system is None else system.name,
         layout=f"{RANKS.value} data-parallel ranks",

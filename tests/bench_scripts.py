@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -13,11 +14,8 @@ from golden import drafting_model
 from dsv4jax.config import ModelConfig
 
 
-def run_script(name: str, *arguments: str, **replaced: object) -> None:
-    """Runs `main` of a script, with other values for some of its names.
-
-    Its flags are its own: other scripts in the process have flags of the same names.
-    """
+def load_script(name: str) -> tuple[ModuleType, flags.FlagValues]:
+    """A script and its flags, which are its own: other scripts in the process have flags of the same names."""
     own = flags.FlagValues()
     kinds = [kind for kind in dir(flags) if kind.startswith("DEFINE_")]
     defining = {kind: functools.partial(getattr(flags, kind), flag_values=own) for kind in kinds}
@@ -25,6 +23,12 @@ def run_script(name: str, *arguments: str, **replaced: object) -> None:
     script: ModuleType = importlib.util.module_from_spec(spec)
     with mock.patch.multiple(flags, **defining):
         spec.loader.exec_module(script)
+    return script, own
+
+
+def run_script(name: str, *arguments: str, **replaced: object) -> None:
+    """Runs `main` of a script, with other values for some of its names."""
+    script, own = load_script(name)
     with mock.patch.multiple(script, main=script.main, **replaced):
         script.main(own([name, *arguments]))
 
@@ -44,3 +48,14 @@ def small_config() -> ModelConfig:
         dspark_n_routed_experts=8,
         hc_sinkhorn_iters=2,
     )
+
+
+def run_system_script(name: str, *arguments: str) -> None:
+    """`run_script` of one that shares the flags of `bench_system.py`, which are its own as well."""
+    scripts = str(Path(__file__).parent.parent / "scripts")
+    with mock.patch.object(sys, "path", [scripts, *sys.path]):
+        sys.modules.pop("bench_system", None)
+        try:
+            run_script(name, *arguments)
+        finally:
+            sys.modules.pop("bench_system", None)

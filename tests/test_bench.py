@@ -410,6 +410,7 @@ def test_the_script_times_an_emulated_rank_and_reports_its_stages(script, capsys
     assert one["step"] == "decode 2 x 2 at 40" == two["step"] and (one["requests"], one["context"]) == (2, 40)
     assert one["milliseconds"] > 0 and 1 <= one["experts_in_use"] <= 2 and one["tokens_per_request"] == 2
     assert one["tokens_per_second"] == pytest.approx(4e3 / one["milliseconds"])
+    assert StepShape(**one["shape"]) == StepShape(2, 4, 40, 4, 4, 4)
     stages = result.rows["stages"]
     assert sum(line["floor_microseconds"] for line in stages) == pytest.approx(one["floor_milliseconds"] * 1e3)
     # XLA may join the gather of the embedding and the sum of the combine with what follows.

@@ -3,10 +3,12 @@
 import dataclasses
 import itertools
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
-from bench_scripts import run_script
+from bench_scripts import run_system_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,9 +54,8 @@ def answer(turn, token=7):
 # ---- the generator -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_defaults_reproduce_public_statistics(seed):
-    found = trace_statistics(take(700, seed))
+def test_defaults_reproduce_public_statistics():
+    found = trace_statistics(take(700))
     assert found.context_p50 == pytest.approx(68_000, rel=0.07)
     assert 450_000 < found.context_p99 < 700_000
     assert found.output_tokens == pytest.approx(400, rel=0.06)
@@ -133,6 +134,14 @@ def test_a_trace_file_gives_back_sessions_and_their_subagents(tmp_path):
     write_trace(path, sessions)
     assert read_trace(path) == sessions
     assert json.loads(path.read_text().splitlines()[0]) == HEADER
+
+
+def test_the_example_of_the_docs_is_a_trace(tmp_path):
+    page = (Path(__file__).parent.parent / "docs/bench/agents.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```\n(\{\"format.*?)```", page, re.S)
+    (tmp_path / "trace.jsonl").write_text(example)
+    (found,) = read_trace(tmp_path / "trace.jsonl")
+    assert [one.name for one in found.family()] == ["a", "a.1"] and found.contexts() == [14_900, 19_210]
 
 
 def turn_line(**changed):
@@ -358,9 +367,9 @@ def test_the_engine_caches_what_a_cache_that_forgets_nothing_would(scale):
     loop = SessionWorkload(
         sessions, live=4, ids=IDS, max_context=length, page_size=16, replay_tokens=24, ramp_seconds=5.0
     )
-    run = run_engine(engine, executor, loop, until=25.0, progress=False)
+    run = run_engine(engine, executor, loop, until=12.0, progress=False)
     done = [m for m in run.measurements if m.complete]
-    assert len(done) > 100 and len({m.session for m in done}) > 8 and not any(m.failed for m in run.measurements)
+    assert len(done) > 50 and len({m.session for m in done}) > 8 and not any(m.failed for m in run.measurements)
     # More is possible: a prefix counts in theory when its request has ended, in the engine when it was computed.
     assert all(m.cached_tokens >= m.expected_cached_tokens for m in done)
     cached, expected = sum(m.cached_tokens for m in done), sum(m.expected_cached_tokens for m in done)
@@ -376,17 +385,19 @@ def test_a_cache_that_is_too_small_shows():
     assert sum(m.cached_tokens for m in done) < 0.8 * sum(m.expected_cached_tokens for m in done)
 
 
-def script(tmp_path, *arguments, **replaced):
-    run_script("bench_agents", f"--report={tmp_path}", *arguments, **replaced)
+def script(tmp_path, *arguments):
+    run_system_script("bench_agents", f"--report={tmp_path}", *arguments)
     return load(tmp_path / "agents.json")
 
 
 def test_the_script_reports_a_simulated_run(tmp_path, capsys):
-    result = script(tmp_path, "--scale=0.01", "--live=3", "--seconds=8", "--seed=2")
+    result = script(tmp_path, "--scale=0.01", "--live=3", "--seconds=8", "--seed=2", "--hardware=h200")
     assert result.conditions["seed"] == 2 and result.conditions["flags"]["live"] == 3
     (row,) = result.rows["summary"]
     assert row["valid"] and row["requests"] > 50 and row["cached_share"] >= row["expected_cached_share"] - 0.01
     assert result.control["cached_share"] == row["expected_cached_share"] and result.verdicts[0] == "valid"
+    cached, computed, output, together = (r["tokens_per_second"] for r in result.rows["throughput"])
+    assert together == pytest.approx(cached + computed + output) and output > 0
     assert {r["of"] for r in result.rows["latencies"]} >= {"ttft", "queue", "prefill", "decode", "inter_token"}
     counted = sum(r["requests"] for r in result.rows["contexts"])
     assert counted == row["requests"] <= len(result.requests)
@@ -399,14 +410,14 @@ def test_the_script_reports_a_simulated_run(tmp_path, capsys):
 
 def test_the_script_writes_and_runs_a_trace(tmp_path):
     trace = tmp_path / "trace.jsonl"
-    run_script("bench_agents", f"--write_trace={trace}", "--sessions=3")
+    run_system_script("bench_agents", f"--write_trace={trace}", "--sessions=3")
     assert read_trace(trace) == take(3)
-    result = script(tmp_path, f"--trace={trace}", "--scale=0.01", "--live=2", "--seconds=100", "--sessions=8")
-    assert result.conditions["seed"] is None
+    result = script(tmp_path, f"--trace={trace}", "--scale=0.01", "--live=8", "--seconds=100", "--sessions=8")
+    assert result.conditions["parameters"] is None
     assert len({r["session"].partition("/")[0] for r in result.requests if "." not in r["session"]}) == 8
 
 
-def test_the_script_keeps_what_was_measured_before_ctrl_c(tmp_path):
+def test_the_script_keeps_what_was_measured_before_ctrl_c(tmp_path, monkeypatch):
     def interrupted(engine, executor, loop, **options):
         class Interrupting(SessionWorkload):
             ended = 0
@@ -420,8 +431,9 @@ def test_the_script_keeps_what_was_measured_before_ctrl_c(tmp_path):
         loop.__class__ = Interrupting
         return run_engine(engine, executor, loop, **options)
 
+    monkeypatch.setattr("dsv4jax.bench.driver.run_engine", interrupted)
     with pytest.raises(SystemExit):
-        script(tmp_path, "--scale=0.01", "--live=3", "--seconds=60", "--warm_up_seconds=0.1", run_engine=interrupted)
+        script(tmp_path, "--scale=0.01", "--live=3", "--seconds=60", "--warm_up_seconds=0.1")
     result = load(tmp_path / "agents.json")
     assert result.interrupted and len(result.requests) >= 30 and result.rows["summary"][0]["requests"] > 10
 
@@ -430,10 +442,12 @@ def test_the_script_keeps_what_was_measured_before_ctrl_c(tmp_path):
     ("arguments", "message"),
     [
         (["--scale=0.1", "--max_model_len=4096"], "--scale=0.1: a first turn may have .* must be at most 0.02"),
-        (["--ids=5"], "--ids=5: must be two token ids"),
-        (["--ids=5,3"], "ids = range"),
+        (["--ids=5"], "--ids=5: must be two ascending token ids"),
+        (["--ids=5,3"], "--ids=5,3: must be two ascending token ids"),
+        (["--api=chat"], "--api: needs --url"),
+        (["--url=http://127.0.0.1:1", "--executor=model"], "--executor: must not be given with --url"),
+        (["--trace=x", "--parameters=y"], "--parameters: must not be given with --trace"),
         (["--write_trace=x"], "--write_trace: needs --sessions"),
-        (["--pages=10"], "--pages=10: 640 tokens are fewer"),
         (["--url=http://127.0.0.1:1"], "url = 'http://127.0.0.1:1': no list of models"),
         (["--url=http://127.0.0.1:1", "--fields=x"], "--fields=x: must be JSON"),
     ],

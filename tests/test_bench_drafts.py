@@ -6,33 +6,34 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bench_scripts import run_script, small_config
+from bench_scripts import load_script, run_script, small_config
 
-from dsv4jax.bench.drafts import reliability
+from dsv4jax.bench.drafts import acceptance, reliability
+from dsv4jax.bench.result import Result, load
 from dsv4jax.checkpoint.random import random_params
 from dsv4jax.draft_statistics import step_statistics
 
 
 @pytest.fixture
 def script(tmp_path):
-    """Runs it on the small model; returns what it wrote."""
+    """Runs it on the small model; returns the result that it wrote."""
     (tmp_path / "config.json").write_text(json.dumps(small_config().to_dict()))
 
-    def run(*arguments: str) -> dict:
-        output = tmp_path / "out.json"
-        given = [f"--model={tmp_path}", f"--output={output}", "--implementation=reference", "--ranks=1", *arguments]
+    def run(*arguments: str) -> Result:
+        given = [f"--model={tmp_path}", f"--report={tmp_path}", "--implementation=reference", "--ranks=1", *arguments]
         run_script("bench_drafts", *given, random_params=lambda cfg, numerics, layout: random_params(cfg, 3))
-        return json.loads(output.read_text())
+        assert "Acceptance by position" in (tmp_path / "speculation.html").read_text()
+        return load(tmp_path / "speculation.json")
 
     return run
 
 
 @pytest.mark.timeout(300)
 def test_the_script_times_plain_fixed_and_adaptive_steps_and_judges_them(script, capsys):
-    report = script("--requests=1", "--fixed=2", "--acceptance=1,1", "--context=40", "--repeats=3")
-    plain, fixed, adaptive = report["steps"]
-    assert [row["drafts"] for row in report["steps"]] == ["0", "2", "adaptive"]
-    assert not any("error" in row for section in ("steps", "draft_rounds", "reliability") for row in report[section])
+    result = script("--requests=1", "--fixed=2", "--acceptance=1,1", "--context=40", "--repeats=3")
+    plain, fixed, adaptive = result.rows["steps"]
+    assert [row["drafts"] for row in result.rows["steps"]] == ["0", "2", "adaptive"]
+    assert not any("error" in row for rows in result.rows.values() for row in rows)
     # Everything is accepted: three tokens a step.
     assert fixed["tokens_per_request"] == 3 == fixed["expected_tokens"] and fixed["verified_per_request"] == 2
     assert fixed["times_plain_step"] == pytest.approx(fixed["milliseconds"] / plain["milliseconds"])
@@ -41,16 +42,20 @@ def test_the_script_times_plain_fixed_and_adaptive_steps_and_judges_them(script,
     assert adaptive["costs"]["tokens"] == [1, 2, 3] and 1 <= adaptive["tokens_per_request"] <= 3
     best = max(plain["tokens_per_second"], fixed["tokens_per_second"])
     assert adaptive["times_best_fixed"] == pytest.approx(adaptive["tokens_per_second"] / best)
-    (tables,) = report["reliability"]
-    assert tables["synthetic_acceptance"] == [
-        {"survival": "0.9 to 1.0", "drafts": 6, "predicted": 1.0, "accepted": 1.0}
-    ]
-    assert sum(row["drafts"] for row in tables["random_weights"]) == 6
-    goals = {row["goal"]: row for row in report["goals"]}
+    told = {"requests": 1, "acceptance": "synthetic"}
+    *random, synthetic = result.rows["reliability"]
+    assert synthetic == told | {"survival": "0.9 to 1.0", "drafts": 6, "predicted": 1.0, "accepted": 1.0}
+    assert sum(row["drafts"] for row in random) == 6
+    one = {"drafts": 3, "accepted": 1.0, "given_earlier": 1.0}
+    assert result.rows["acceptance"][-2:] == [told | {"position": n} | one for n in (1, 2)]
+    goals = {row["goal"]: row for row in result.rows["goals"]}
     cycle = goals["1 request, 2 drafts: cycle under 1.35 plain steps"]
     assert cycle["value"] == fixed["times_plain_step"] and cycle["met"] == (cycle["value"] < 1.35)
     assert goals["1 requests, 1 1: within 3 % of the best"]["value"] == adaptive["times_best_fixed"]
-    assert "reliability, 1 requests, random_weights" in capsys.readouterr().out
+    ways = {"plain decoding": plain, "drafts 2": fixed, "drafts adaptive": adaptive}
+    fastest = max(ways, key=lambda way: ways[way]["tokens_per_second"])
+    assert result.verdicts[-1].startswith(f"1 requests, acceptance 1 1: {fastest} is the fastest, ")
+    assert re.search("reliability.*random weights", capsys.readouterr().out, re.S)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +67,19 @@ def test_the_script_times_plain_fixed_and_adaptive_steps_and_judges_them(script,
         ("--requests=none", "--requests=none: must be numbers from 1 to 4096"),
     ],
 )
-def test_the_script_refuses_by_name_what_it_cannot_run(script, argument, message):
+def test_the_script_refuses_by_name_what_it_cannot_run_before_it_writes_a_file(script, tmp_path, argument, message):
     with pytest.raises(Exception, match=re.escape(message)):
         script("--fixed=2", argument)
+    assert not (tmp_path / "speculation.json").exists()
+
+
+def test_acceptance_is_told_by_place_and_given_the_drafts_before():
+    # Of four requests three verify two drafts and one verifies one; the first is accepted three times, both once.
+    counts, accepted, valid = np.int32([2, 2, 2, 1]), np.int32([2, 1, 0, 1]), np.ones(4, bool)
+    statistics = step_statistics(jnp.zeros((4, 3)), *map(jnp.asarray, (counts, accepted, valid)))
+    first, second = acceptance(statistics)
+    assert first == {"position": 1, "drafts": 4, "accepted": 0.75, "given_earlier": 0.75}
+    assert (second["position"], second["drafts"], second["accepted"]) == (2, 3, pytest.approx(1 / 3))
 
 
 def test_a_reliability_table_shows_what_was_predicted_and_what_came_of_it():
@@ -80,3 +95,44 @@ def test_a_reliability_table_shows_what_was_predicted_and_what_came_of_it():
         ("0.8 to 0.9", 2, 0.5),
     ]
     np.testing.assert_allclose([row["predicted"] for row in table], [0.4, 0.8], rtol=1e-5)
+
+
+def test_acceptance_by_task_is_reported_and_a_task_that_fails_does_not_end_the_others(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"task": "a", "prompt": "1 + 1"}, {"task": "b", "prompt": "x"}, {"task": "a", "prompt": "2 + 2"}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+    def half_of_the_drafts_stand(params, cfg, prompts, max_tokens, eos_id):
+        if len(prompts) == 1:
+            raise RuntimeError("out of memory")
+        assert all(prompt[0] == 0 and len(prompt) > 1 for prompt in prompts) and max_tokens == 8
+        counts, valid = jnp.full(2, 2), jnp.ones(2, bool)
+        return step_statistics(jnp.zeros((2, 4)), counts, jnp.int32([2, 0]), valid), None
+
+    run_script(
+        "bench_acceptance", f"--prompts={path}", "--max_tokens=8", f"--report={tmp_path}",
+        load_params=lambda *_: None, drafts_and_routing=half_of_the_drafts_stand,
+    )  # fmt: skip
+    result = load(tmp_path / "acceptance.json")
+    a, b = result.rows["tasks"]
+    assert (a["prompts"], a["verifications"], a["acceptance_length"], a["accepted"]) == (2, 2, 2.0, 0.5)
+    # Survivals 0.5 and 0.25 are predicted, and half of both stand.
+    assert a["calibration_error"] == pytest.approx(0.25 / 2)
+    assert b == {"task": "b", "error": "RuntimeError: out of memory"}
+    assert [row["accepted"] for row in result.rows["acceptance"]] == [0.5, 0.5]
+    assert [(row["predicted"], row["accepted"]) for row in result.rows["reliability"]] == [(0.25, 0.5), (0.5, 0.5)]
+    assert result.verdicts == ["a: 2.00 tokens of a verification; confidences are off by 0.12 on average"]
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", "[]", '{"task": "a"}', '{"task": "a", "prompt": ""}', '{"task": 1, "prompt": "x"}']
+)
+def test_prompts_of_another_form_are_refused_by_line(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"task": "a", "prompt": "x"}\n' + line + "\n")
+    script, _ = load_script("bench_acceptance")
+    with pytest.raises(ValueError, match=r"prompts.jsonl: line 2: must be an object with the texts task and prompt"):
+        script.read_prompts(str(path))
+    path.write_text("")
+    with pytest.raises(ValueError, match="must have at least one line"):
+        script.read_prompts(str(path))

@@ -138,6 +138,13 @@ def test_bars_are_as_long_as_their_values_and_stacks_as_their_sums():
     assert e == pytest.approx(2 * f, rel=0.01) and e > a
 
 
+def test_of_many_parts_the_largest_come_first_and_have_colours_of_their_own():
+    rows = [{"step": "a", "stage": f"stage {i}", "us": float(i)} for i in range(1, 12)]
+    plot = Plot("stacked", "Stages", "t", "step", ("us",), Axis("step"), TIME, by=("stage",))
+    marks = re.findall(r'<g class="([^"]+)"><rect[^>]*height="12"><title>a, (stage \d+):', draw(plot, rows, "p"))
+    assert marks[0] == ("c0", "stage 11") and marks[-1] == ("c2 again", "stage 1") and len(set(marks)) == 11
+
+
 def test_rows_that_cannot_be_shown_are_counted():
     rows = [
         {"context": 8, "milliseconds": 1.0},
@@ -185,7 +192,7 @@ class Checked(HTMLParser):
 
 
 FULL = {
-    "plots": [LINE, dataclasses.replace(LINE, table="nothing")],
+    "plots": [LINE, dataclasses.replace(LINE, where={"batch": "no"}), dataclasses.replace(LINE, table="not measured")],
     "control": {"what": HOSTILE},
     "ceiling": {"copy": 4e12},
     "verdicts": ["limited by expert reads: 61% of the step", f"invalid: {HOSTILE}"],
@@ -208,11 +215,12 @@ def test_a_page_shows_medians_and_the_spread_of_repeats_failures_and_what_only_t
     result = measured({64: (1.0, 1.25, 1.75)}, **FULL)
     result.add_row("steps", {"context": 8, "batch": "one", "error": "RuntimeError: out of memory"})
     result.add_row("steps_without_keys", {"met": True, "value": None})
+    result.add_rows("nobody", [])
     text = re.sub(r"\s+", " ", Checked(page([result])).text)
     assert "Steps, 1 or 3 repeats each" in text.replace("steps", "Steps") and "1.251 to 1.75" in text
     assert "RuntimeError: out of memory" in text and "columns costs" in text and "yes" in text
-    assert "1 of 4 rows have no such value" in text and "Nothing to draw" in text
-    assert "2 raw records" in text and "Interrupted" not in text
+    assert "1 of 4 rows have no such value" in text and text.count("Nothing to draw") == 1
+    assert "nobody" not in text and "2 raw records" in text and "Interrupted" not in text
     long = Result("plan", {}, rows={"points": [{"batch": i} for i in range(130)]})
     assert "In the file, not here: 30 more rows." in page([long])
 
@@ -226,6 +234,22 @@ def test_a_comparison_says_how_many_values_differ_and_shows_both_plots_on_one_sc
     assert re.search(r"flags: layers ?40 ?38 ?differs", shown)
     ticks = [re.findall(r'text-anchor="end"[^>]*>([^<]+)<', svg) for svg in re.findall(r"<svg.*?</svg>", text)]
     assert len(ticks) == 2 and ticks[0] == ticks[1] and float(ticks[0][-1]) >= 40
+
+
+def test_series_have_the_same_colour_on_both_sides_whatever_their_order():
+    one, two = ({"context": 8, "batch": name, "milliseconds": 1.0} for name in ("one", "two"))
+    sides = [Result("forward", {}, rows={"steps": rows}, plots=[LINE]) for rows in ([one, two], [two, one])]
+    found = re.findall(
+        r'<g class="(c\d)"><polyline[^>]*/><\w+[^>]*><title>(\w+),', comparison_page(*([x] for x in sides))
+    )
+    assert set(found) == {("c0", "one"), ("c1", "two")} and len(found) == 4
+
+
+def test_long_names_are_cut_in_the_picture_and_whole_in_titles():
+    name = "a very long name " * 10
+    plot = dataclasses.replace(LINE, kind="bar", x="batch", x_axis=Axis("batch"), by=("context",))
+    svg = draw(plot, [{"context": name + str(i), "batch": name, "milliseconds": 1.0} for i in (1, 2)], "p")
+    assert all(len(text.text) < 66 for text in elements(svg, "text")) and name + "1" in svg
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, RuntimeError])

@@ -83,6 +83,7 @@ def test_values_that_json_has_no_form_for_are_refused_with_their_place_and_leave
 
 GOOD = {"experiment": "forward", "conditions": {}}
 AXES = {"x_axis": {"label": "x"}, "y_axis": {"label": "y"}}
+PIE = AXES | {"kind": "pie", "title": "t", "table": "a", "x": "b", "y": ["c"]}
 
 
 @pytest.mark.parametrize(
@@ -104,13 +105,18 @@ AXES = {"x_axis": {"label": "x"}, "y_axis": {"label": "y"}}
         (GOOD | {"verdicts": "fast"}, 'verdicts = "fast": must be a list of strings'),
         (GOOD | {"control": 1}, "control = 1: must be a mapping, or null"),
         (GOOD | {"interrupted": 0}, "interrupted = 0: must be true or false"),
-        (GOOD | {"plots": [{"kind": "line"}]}, "x_axis and y_axis must be mappings"),
-        (GOOD | {"plots": [AXES | {"kind": "line"}]}, "plots: "),
-        (GOOD | {"plots": [AXES | {"colour": "red"}]}, "plots: Plot: unknown field 'colour'"),
+        (GOOD | {"plots": [{"kind": "line"}]}, "plots: x_axis = None: must be a mapping"),
+        (GOOD | {"plots": [AXES | {"kind": "line"}]}, "plots: title is missing"),
+        (GOOD | {"plots": [AXES | {"colour": "red"}]}, "plots: unknown field 'colour'"),
+        (GOOD | {"plots": [PIE | {"x_axis": {}}]}, "plots: x_axis: label is missing"),
         (
-            GOOD | {"plots": [AXES | {"kind": "pie", "title": "t", "table": "a", "x": "b", "y": ["c"]}]},
-            "plot 't': kind = 'pie': must be one of ('line', ",
+            GOOD | {"plots": [PIE | {"x_axis": {"label": "x", "log": 1}}]},
+            "plots: x_axis: log = 1: must be true or false",
         ),
+        (GOOD | {"plots": [PIE | {"y": "c"}]}, "plots: y = 'c': must be a list of strings"),
+        (GOOD | {"plots": [PIE | {"where": 1}]}, "plots: where = 1: must be a mapping"),
+        (GOOD | {"plots": [PIE | {"x": None}]}, "plots: x = None: must be a string"),
+        (GOOD | {"plots": [PIE]}, "plot 't': kind = 'pie': must be one of ('line', "),
     ],
 )
 def test_files_that_are_no_results_are_refused_by_name(tmp_path, content, message):
@@ -134,7 +140,7 @@ def test_plots_that_cannot_be_drawn_are_refused():
 
 def test_conditions_say_what_ran_where_and_from_which_commit():
     found = conditions(model="tiny", layout="one device", flags={"repeats": 3}, seed=1, requests=8)
-    assert found["machine"]["devices"] == "none used" and found["machine"]["cpus"] >= 1
+    assert found["machine"]["devices"] == "no device used" and found["machine"]["cpus"] >= 1
     assert found["versions"].keys() == {"dsv4jax", "python", "jax", "jaxlib", "numpy"}
     assert found["flags"] == {"repeats": 3} and found["seed"] == 1 and found["requests"] == 8
     assert found["commit"] is None or re.match(r"[0-9a-f]{40}( with changes)?$", found["commit"])

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from test_scheduler import Recorder, assert_empty
 
+from dsv4jax.bench.driver import OpenLoop, Turn, run_engine
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.plan import Decodes, Prefill, RankPlan, StepPlan
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.scheduler_config import SchedulerConfig
-from dsv4jax.engine.simulated import LinearCost, SimulatedExecutor, constant_tokens, run_traffic
+from dsv4jax.engine.simulated import LinearCost, SimulatedExecutor, constant_tokens
 from dsv4jax.sampling_settings import RequestSampling
 
 CFG = SchedulerConfig(
@@ -85,20 +86,30 @@ def test_a_slow_host_shows_as_a_gap_but_an_idle_engine_does_not():
     assert engine.stats().gap_seconds == pytest.approx(gap)
 
 
+def run(engine, executor, turns):
+    """The requests by their order of arrival."""
+    found = run_engine(engine, executor, OpenLoop(turns), progress=False).measurements
+    assert_empty(engine)
+    return sorted(found, key=lambda m: int(m.request_id))
+
+
+def turn(arrives, name, tokens, max_tokens):
+    return Turn(name, 0, arrives, request(name, tokens, max_tokens).prompt, max_tokens)
+
+
 def test_traffic_arrives_at_its_times_and_a_full_queue_turns_it_away():
     engine, executor = make(dataclasses.replace(CFG, slots=1, max_waiting=2))
-    arrivals = [(0.0, request("a", 100, 50)), *((1.0, request(f"b{i}", 100, 5)) for i in range(5))]
-    choices = run_traffic(engine, executor, [*arrivals, (30.0, request("late", 100, 5))])
-    assert [s.request.request_id for s in choices] == ["a", "b0", "b1", "late"]
-    assert [s.arrived for s in choices] == [0.0, 1.0, 1.0, 30.0]
-    assert choices[-1].first_token == pytest.approx(30.02)
-    assert all(s.finish_reason == "length" for s in choices)
-    assert_empty(engine)
+    arrivals = [turn(0.0, "a", 100, 50), *(turn(1.0, f"b{i}", 100, 5) for i in range(5)), turn(30.0, "late", 100, 5)]
+    found = run(engine, executor, arrivals)
+    assert [m.session for m in found if m.finish_reason == "length"] == ["a", "b0", "b1", "late"]
+    assert [m.arrived for m in found] == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 30.0]
+    assert found[-1].first_token == pytest.approx(30.02)
+    assert all("of at most 2 requests are waiting" in m.error for m in found if m.finish_reason != "length")
 
 
 def test_a_request_that_arrives_during_a_step_waits_for_it():
     engine, executor = make()
-    first, second = run_traffic(engine, executor, [(0.0, request("a", 5000, 5)), (0.001, request("b", 16, 5))])
+    first, second = run(engine, executor, [turn(0.0, "a", 5000, 5), turn(0.001, "b", 16, 5)])
     assert second.arrived == 0.001
     assert second.first_token > 0.01 + 512e-4  # the step under way and the one behind it come first
     assert second.first_token < first.first_token
@@ -107,15 +118,14 @@ def test_a_request_that_arrives_during_a_step_waits_for_it():
 def test_an_hour_of_traffic_is_conserved():
     rng = np.random.default_rng(0)
     times = np.cumsum(rng.exponential(1.8, 2000))
-    traffic = [(t, request(f"r{i}", int(rng.integers(20, 2000)), int(rng.integers(1, 8)))) for i, t in enumerate(times)]
+    traffic = [turn(t, f"r{i}", int(rng.integers(20, 2000)), int(rng.integers(1, 8))) for i, t in enumerate(times)]
     engine, executor = make()
-    choices = run_traffic(engine, executor, traffic)
+    found = run(engine, executor, traffic)
     assert 3300 < executor.now() < 3900
     stats = engine.stats()
-    assert stats.output_tokens == sum(r.max_tokens for _, r in traffic) == sum(len(s.generated) for s in choices)
-    assert stats.computed_tokens + stats.cached_tokens == sum(len(r.prompt) for _, r in traffic)
-    assert all(s.arrived <= s.scheduled <= s.first_token for s in choices)
-    assert_empty(engine)
+    assert stats.output_tokens == sum(t.max_tokens for t in traffic) == sum(m.output_tokens for m in found)
+    assert stats.computed_tokens + stats.cached_tokens == sum(len(t.prompt) for t in traffic)
+    assert all(m.arrived <= m.scheduled <= m.first_token for m in found)
 
 
 @pytest.mark.parametrize(("prefill_every", "decode_every"), [(1, 1), (3, 1), (1, 3)])

@@ -40,7 +40,9 @@ def admission_stages(tokens: int, tokenizer: Tokenizer, text: str, repeats: int)
     Args:
       text: any, at least as many characters as some tokens; it is repeated.
     """
-    system = simulated_system(Sizes(slots=4, pages=2 * (tokens // PAGE + 2), max_model_len=tokens + 1000), LinearCost())
+    system = simulated_system(
+        Sizes(slots=4, pages=2 * (tokens // PAGE + 10), max_model_len=tokens + 1000), LinearCost()
+    )
     rng = np.random.default_rng(0)
     prompt = rng.integers(2, tokenizer.vocab_size, tokens).astype(np.int32)
     as_list = prompt.tolist()

@@ -45,7 +45,7 @@ def conditions(
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "cpus": os.cpu_count(),
-            "devices": f"{len(devices)} x {', '.join(kinds)}" if devices else "none used",
+            "devices": f"{len(devices)} x {', '.join(kinds)}" if devices else "no device used",
         },
         "versions": {
             "dsv4jax": dsv4jax.__version__,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from dsv4jax.batch import (
     DecodeBucket,
@@ -136,6 +137,21 @@ class DraftCase:
         statistics = _step_statistics(confidences, verified, counts - 1, counts > 0)
         return SpeculativeRun(seconds, float(counts.sum()) / self.steps, float(verified.sum()) / self.steps, statistics)
 
+    def loads(self, program: Any, params: Params) -> dict[str, Int[np.ndarray, "steps layers experts"]]:
+        """Tokens that each expert of the target and of the draft gets in each of `steps` steps with most drafts.
+
+        Args:
+          program: of the largest fixed number of drafts; the model decides which stand.
+        """
+        way = str(max(self.fixed))
+        batch, found = jax.device_put(self._batch(way)), []
+        law, cache = jnp.full(max(self.fixed), -1, jnp.float32), self._cache()
+        for _ in range(self.steps):
+            cache, output = program(params, cache, batch, forced_acceptance=law)
+            found.append((output.expert_load, output.draft.expert_load))
+        target, draft = (np.stack(loads) for loads in zip(*jax.device_get(found), strict=True))
+        return {"target": target, "draft": draft}
+
     def costs(self, program: Any, params: Params, law: np.ndarray, draft_seconds: float) -> StepCosts:
         """What steps of the adaptive program take by the tokens that they verify, the same number for each request."""
         seconds = [
@@ -220,3 +236,24 @@ def reliability(statistics: DraftStatistics) -> list[dict[str, Any]]:
         for i in range(BINS)
         if verified[i]
     ]
+
+
+def acceptance(statistics: DraftStatistics) -> list[dict[str, Any]]:
+    """Acceptance by place of a draft, a row per place that was verified.
+
+    `accepted` is the share of those that stood, and all before them; `given_earlier` of those whose earlier drafts did.
+    """
+    verified, accepted = np.asarray(statistics.verified), np.asarray(statistics.accepted)
+    rows = []
+    for i in np.flatnonzero(verified):
+        # Drafts are verified with all before them: so many had their earlier ones accepted, of more verified at i - 1.
+        before = verified[i] if i == 0 else accepted[i - 1] * verified[i] / verified[i - 1]
+        rows.append(
+            {
+                "position": int(i) + 1,
+                "drafts": int(verified[i]),
+                "accepted": float(accepted[i] / verified[i]),
+                "given_earlier": float(accepted[i] / before) if before else None,
+            }
+        )
+    return rows

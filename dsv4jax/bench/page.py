@@ -13,6 +13,8 @@ from dsv4jax.bench.result import EXPERIMENTS, Result, Row
 from dsv4jax.bench.svg import draw, number, usable_rows, words
 from dsv4jax.bench.tables import Cell, cell_text, flat, html_table, listed_table, measured_table, value_cell
 
+_MOST_DIFFERENCES = 200
+
 
 def write_report(directory: str | Path, result: Result) -> None:
     """Writes `<experiment>.json` and `<experiment>.html` into the directory."""
@@ -116,8 +118,9 @@ def _document(title: str, body: str) -> str:
 
 def _result(result: Result, name: str) -> str:
     given = result.conditions
-    where = [given.get("model"), given.get("layout"), given.get("machine", {}).get("devices"), given.get("date")]
-    about = " · ".join(cell_text(one) for one in where if isinstance(one, str | int | float))
+    flattened = dict(flat(given))
+    where = [flattened.get(name) for name in ("model", "layout", "machine: devices", "date")]
+    about = " · ".join(filter(None, where))
     parts = [
         f'<article id="{name}"><header><h1>{escape(words(result.experiment))}</h1>',
         f'<p class="about">{escape(EXPERIMENTS[result.experiment])}.</p><p class="note">{escape(about)}</p></header>',
@@ -125,13 +128,17 @@ def _result(result: Result, name: str) -> str:
     if result.interrupted:
         parts.append('<p class="warning">Interrupted: what was measured until then.</p>')
     parts.append(_verdicts(result.verdicts))
-    if result.plots:
-        figures = "".join(_figure(plot, result, f"{name}-p{i}") for i, plot in enumerate(result.plots))
+    # A table that is not there belongs to a part of the experiment that was not asked for.
+    plots = [plot for plot in result.plots if plot.table in (REQUESTS, *result.rows)]
+    if plots:
+        figures = "".join(_figure(plot, result, f"{name}-p{i}") for i, plot in enumerate(plots))
         parts.append(_section("Plots", f'<div class="plots">{figures}</div>'))
     for what, found in (("Control", result.control), ("Ceiling", result.ceiling)):
         if found:
             parts.append(_section(what, listed_table(found, f"{name}-{what.lower()}", what)))
-    tables = [measured_table(result, table, f"{name}-t{i}") for i, table in enumerate(result.rows)]
+    tables = [
+        measured_table(result, table, f"{name}-t{i}") for i, table in enumerate(result.rows) if result.rows[table]
+    ]
     if tables:
         parts.append(_section("Measured", "".join(tables)))
     if result.requests:
@@ -165,22 +172,23 @@ def _rows_of(plot: Plot, results: Iterable[Result]) -> list[Row]:
 
 
 def _figure(plot: Plot, result: Result, name: str) -> str:
-    return _drawn(plot, _rows_of(plot, [result]), [], name, plot.title)
+    rows = _rows_of(plot, [result])
+    return _drawn(plot, rows, rows, name, plot.title)
 
 
-def _drawn(plot: Plot, rows: list[Row], scale: list[Row], name: str, caption: str) -> str:
+def _drawn(plot: Plot, rows: list[Row], among: list[Row], name: str, caption: str) -> str:
     shown, left_out = usable_rows(plot, rows)
     notes = [f'<span class="note">{left_out} of {left_out + len(shown)} rows have no such value.</span>'] * (
         left_out > 0
     )
-    picture = draw(plot, shown, name, usable_rows(plot, scale)[0]) if shown else '<p class="note">Nothing to draw.</p>'
+    picture = draw(plot, shown, name, usable_rows(plot, among)[0]) if shown else '<p class="note">Nothing to draw.</p>'
     return f"<figure><figcaption>{' '.join([escape(caption), *notes])}</figcaption>{picture}</figure>"
 
 
 def _side_by_side(plot: Plot, before: Sequence[Result], after: Sequence[Result], name: str) -> str:
     sides = _rows_of(plot, before), _rows_of(plot, after)
     figures = (
-        _drawn(plot, sides[i], sides[1 - i], f"{name}-{i}", f"{plot.title}: {side}")
+        _drawn(plot, sides[i], sides[0] + sides[1], f"{name}-{i}", f"{plot.title}: {side}")
         for i, side in enumerate(("before", "after"))
     )
     return f'<div class="plots">{"".join(figures)}</div>'
@@ -225,9 +233,11 @@ def _differences(differences: Sequence[Difference], name: str) -> str:
                 *(_side(values) for values in (one.before, one.after)),
                 Cell(one.verdict),
             ]
-            for one in ones
+            for one in ones[:_MOST_DIFFERENCES]
         ]
         parts.append(html_table(words(table), columns, lines, f"{name}-{i}", name))
+        if len(ones) > len(lines):
+            parts.append(f'<p class="note">{number(len(ones) - len(lines))} more are not shown here.</p>')
     return "".join(parts)
 
 

@@ -109,7 +109,8 @@ class RanksRun:
     @property
     def step_seconds(self) -> float:
         """Mean time from the end of a step to that of the next, in the window."""
-        return self.window.seconds / max(1, int(self.inside.sum()))
+        ends = np.array(self.run.step_ends)[self.inside]
+        return float(ends[-1] - ends[0]) / max(1, len(ends) - 1) if len(ends) else 0.0
 
     def row(self, ranks: int) -> dict[str, Any]:
         """Columns of a table."""

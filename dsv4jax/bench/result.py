@@ -18,11 +18,17 @@ EXPERIMENTS = {
     "decode": "Decoding through the engine, beside the same step alone",
     "prefill": "Prefill, cold and behind a cached prefix, with each optimisation on and off",
     "ranks": "The same requests on every rank at once, then one rank after the other",
-    "routing": "How unevenly experts are loaded, beside uniform routing of the same batch",
+    "routing": "How unevenly the routing of one batch loads ranks, before and after experts are rearranged",
+    "parallel": "Exchanges and steps over all devices, by the routing of the same batch",
+    "balance": "How unevenly experts are loaded before and after rearranging, beside uniform routing of the same batch",
     "admission": "What it costs the host to admit requests, and what running ones notice of it",
     "agents": "Sessions of many turns with shared prefixes",
     "speculation": "Drafting and verifying, beside plain decoding",
+    "acceptance": "How many drafts stand, by position and task, and how well confidences predict it",
     "slow_rank": "What one rank with a slow host costs all others",
+    "kernels": "Every kernel at the released shapes",
+    "peers": "Kernels beside those of other packages for the same shapes",
+    "startup": "From the start of a process to its first token",
     "plan": "Layouts and batches that meet targets, by a model of cost",
 }
 """Names of the experiments, and what each is about."""
@@ -208,15 +214,26 @@ def _known(where: str, found: Mapping[str, Any], allowed: Sequence[str]) -> None
 
 
 def _plot(found: Mapping[str, Any]) -> Plot:
-    for kind, one in ((Plot, found), (Axis, found.get("x_axis")), (Axis, found.get("y_axis"))):
-        if not isinstance(one, Mapping):
-            raise ValueError(f"plots: {found!r}: x_axis and y_axis must be mappings")
-        _known(f"plots: {kind.__name__}", one, [field.name for field in dataclasses.fields(kind)])
-    axes = {name: Axis(**found[name]) for name in ("x_axis", "y_axis")}
-    try:
-        return Plot(**{**found, **axes, "y": tuple(found["y"]), "by": tuple(found.get("by", ()))})
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"plots: {found!r}: {error}") from None
+    axes = {}
+    for name in ("x_axis", "y_axis"):
+        if not isinstance(found.get(name), dict):
+            raise ValueError(f"plots: {name} = {found.get(name)!r}: must be a mapping")
+        axes[name] = Axis(**_checked(f"plots: {name}", found[name], Axis))
+    return Plot(**{**_checked("plots", found, Plot), **axes})
+
+
+def _checked(where: str, found: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Fields of a dataclass of plots as they are there: all known, none missing, each of its type."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    _known(where, found, tuple(fields))
+    for name, field in fields.items():
+        if name in found:
+            is_so, wanted = _PLOT_FORMS.get(name, _PLOT_FORMS["title"])
+            if not is_so(found[name]):
+                raise ValueError(f"{where}: {name} = {found[name]!r}: must be {wanted}")
+        elif field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{where}: {name} is missing")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def _rows(value: Any) -> bool:
@@ -242,4 +259,15 @@ _FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "verdicts": (_strings, "a list of strings"),
     "plots": (_rows, "a list of mappings"),
     "interrupted": (lambda value: isinstance(value, bool), "true or false"),
+}
+_MAPPING = (lambda value: isinstance(value, dict), "a mapping")
+_NAMES = (_strings, "a list of strings")
+_PLOT_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "title": (lambda value: isinstance(value, str), "a string"),
+    "y": _NAMES,
+    "by": _NAMES,
+    "where": _MAPPING,
+    "x_axis": _MAPPING,
+    "y_axis": _MAPPING,
+    "log": (lambda value: isinstance(value, bool), "true or false"),
 }

@@ -10,7 +10,12 @@ from dsv4jax.bench.counting import Percentiles, Summary, Window, percentiles
 from dsv4jax.bench.plots import REQUESTS, Axis, Plot
 from dsv4jax.bench.records import Measurement
 
-KEYS = {"summary": ("live_sessions", "scale"), "latencies": ("of",), "contexts": ("prompt_tokens_from",)}
+KEYS = {
+    "summary": ("live_sessions", "scale"),
+    "throughput": ("tokens",),
+    "latencies": ("of",),
+    "contexts": ("prompt_tokens_from",),
+}
 """Columns that say what a row is of."""
 _PARTS = ("ttft", "admission", "queue", "prefill", "decode", "end_to_end", "inter_token", "pause")
 
@@ -46,11 +51,9 @@ PLOTS = [
 
 
 def summary_row(summary: Summary) -> dict[str, Any]:
-    """A window in one row."""
+    """A window in one row, without throughput and latencies."""
     return {
         "requests": summary.requests,
-        **summary.throughput.as_dict(),
-        **{f"{name}_per_device": value for name, value in summary.throughput.per(summary.devices).as_dict().items()},
         "user_speed_end_to_end_tokens_per_second": summary.user_speed_end_to_end,
         "user_speed_inter_token_tokens_per_second": summary.user_speed_inter_token,
         "cached_share": summary.hit_rate,
@@ -62,6 +65,19 @@ def summary_row(summary: Summary) -> dict[str, Any]:
         "excluded_incomplete": summary.excluded.incomplete,
         "valid": not summary.invalid,
     }
+
+
+def throughput_rows(summary: Summary) -> list[dict[str, Any]]:
+    """Tokens per second, a row per kind of tokens and one for their sum."""
+    per_device = summary.throughput.per(summary.devices).as_dict()
+    return [
+        {
+            "tokens": name.removesuffix("_tokens_per_second"),
+            "tokens_per_second": value,
+            "tokens_per_second_per_device": per_device[name],
+        }
+        for name, value in summary.throughput.as_dict().items()
+    ]
 
 
 def latency_rows(summary: Summary) -> list[dict[str, Any]]:

@@ -28,24 +28,27 @@ def usable_rows(plot: Plot, rows: Iterable[Row]) -> tuple[list[Row], int]:
     These lack a column, are not above 0 on a logarithmic axis, or are a bar below 0.
     """
     belonging = [row for row in rows if all(row.get(name) == value for name, value in plot.where.items())]
-    found = [row for row in belonging if _x_of(plot, row) is not None and any(_y_of(plot, row, y) for y in plot.y)]
+    found = [
+        row
+        for row in belonging
+        if _x_of(plot, row) is not None and any(_y_of(plot, row, y) is not None for y in plot.y)
+    ]
     return found, len(belonging) - len(found)
 
 
-def draw(plot: Plot, rows: Sequence[Row], name: str, scale: Sequence[Row] = ()) -> str:
+def draw(plot: Plot, rows: Sequence[Row], name: str, among: Sequence[Row] | None = None) -> str:
     """The plot of usable rows, at least one.
 
     Args:
       name: of its elements that need one; unique on a page.
-      scale: further rows that the axes must have room for.
+      among: usable rows that axes and colours are for, those of `rows` included. Default: these alone.
     """
-    series, room = _series(plot, rows), _series(plot, [*rows, *scale])
+    series, room = _series(plot, rows), _series(plot, rows if among is None else among)
     if plot.kind in ("bar", "stacked"):
         body, height = _bars(plot, series, room)
     else:
         body, height = _points(plot, series, room)
-    names = list(room) if len(room) > 1 else []
-    legend, below = _legend(names, [list(room).index(one) for one in names], height)
+    legend, below = _legend(list(room) if len(room) > 1 else [], height)
     what = f"{_title(plot.y_axis)} by {_title(plot.x_axis)}; the numbers are in the table {plot.table}"
     return (
         f'<svg role="img" aria-labelledby="{name}-t {name}-d" viewBox="0 0 {_WIDTH} {below:.0f}"'
@@ -55,7 +58,7 @@ def draw(plot: Plot, rows: Sequence[Row], name: str, scale: Sequence[Row] = ()) 
 
 
 def number(value: float) -> str:
-    """Four digits that count; thousands apart, large rates in units of a thousand thousands and up."""
+    """Four digits that count; thousands apart, and from ten million on in M, G, T or P what is not a whole number."""
     if isinstance(value, float) and 1e7 <= abs(value) < math.inf:
         return _with_unit(value)
     if isinstance(value, int) or (abs(value) >= 1000 and math.isfinite(value)):
@@ -78,14 +81,16 @@ def words(name: str) -> str:
 def _x_of(plot: Plot, row: Row) -> Any:
     value = row.get(plot.x)
     if plot.kind in ("bar", "stacked"):
-        return None if value is None or isinstance(value, list | dict) else str(value)
+        if value is None or isinstance(value, list | dict):
+            return None
+        return number(value) if is_number(value) else str(value)
     return value if _is_on(plot.x_axis, value) else None
 
 
-def _y_of(plot: Plot, row: Row, column: str) -> tuple[float] | None:
+def _y_of(plot: Plot, row: Row, column: str) -> float | None:
     value = row.get(column)
     below = plot.kind in ("bar", "stacked") and is_number(value) and value < 0
-    return (value,) if _is_on(plot.y_axis, value) and not below else None
+    return value if _is_on(plot.y_axis, value) and not below else None
 
 
 def _is_on(axis: Axis, value: Any) -> bool:
@@ -93,20 +98,25 @@ def _is_on(axis: Axis, value: Any) -> bool:
 
 
 def _series(plot: Plot, rows: Iterable[Row]) -> Series:
-    """Points by the name of their series, in the order of the rows."""
+    """Points by the name of their series, in the order of the rows; of many parts of a stack the largest first."""
     found: Series = {}
     for row in rows:
-        told = ", ".join(_told(name, row.get(name)) for name in plot.by)
+        told = ", ".join(_told(name, row[name]) for name in plot.by if row.get(name) is not None)
         for column in plot.y:
-            if y := _y_of(plot, row, column):
+            y = _y_of(plot, row, column)
+            if y is not None:
                 name = ": ".join(filter(None, (told, words(column) if len(plot.y) > 1 else "")))
-                found.setdefault(name, []).append((_x_of(plot, row), y[0]))
+                found.setdefault(name, []).append((_x_of(plot, row), y))
+    if plot.kind == "stacked" and len(found) > COLOURS:
+        # The large parts get colours of their own.
+        return dict(sorted(found.items(), key=lambda series: -sum(y for _, y in series[1])))
     return found
 
 
 def _told(name: str, value: Any) -> str:
-    """A column's value as part of a name; what is no number says itself what it is."""
-    return words(value) if isinstance(value, str) else f"{words(name)} {value}"
+    """A column's value as part of a name; words say themselves what they are."""
+    is_words = isinstance(value, str) and any(character.isalpha() for character in value)
+    return words(value) if is_words else f"{words(name)} {value}"
 
 
 def _repeats(points: Iterable[tuple[Any, float]]) -> dict[Any, list[float]]:
@@ -149,13 +159,16 @@ def _scale(values: Sequence[float], log: bool, begin: float, end: float, at_valu
         ticks = distinct if at_values and len(distinct) <= 12 else _log_ticks(low, high)
     else:
         # From zero, unless the values are so close together that nothing of them would be seen.
-        low = min(0.0, low) if high - low > 0.3 * abs(high) or high == low else low - (high - low) * 0.2
+        close = high - low <= (0.7 if at_values else 0.3) * abs(high)
+        low = low - (high - low) * 0.2 if close and high > low else min(0.0, low)
         high = max(high, low + abs(low) * 0.01, low + 1e-12)
         step = _nice((high - low) / 4)
         low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
         if high <= low:
             high = low + step
         ticks = [low + i * step for i in range(round((high - low) / step) + 1)]
+        if at_values and len(distinct) <= 8 and all(value == int(value) for value in distinct):
+            ticks = distinct
     return _Scale(low, high, log, begin, end, tuple(ticks))
 
 
@@ -176,6 +189,12 @@ def _tick_text(ticks: Sequence[float]) -> Callable[[float], str]:
         return lambda tick: f"{tick / 2**20:g}M" if tick % 2**20 == 0 and tick else f"{tick / 1024:g}K"
 
     return _with_unit
+
+
+def _fitting(text: str) -> str:
+    """As much of a text as fits on a line; marks have all of it as their title."""
+    most = int((_WIDTH - 30) / _CHARACTER)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _title(axis: Axis) -> str:
@@ -246,8 +265,8 @@ def _grid(x: _Scale, y: _Scale, plot: Plot) -> str:
             free = at + half + 4
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(f'<text class="label" x="4" y="12">{escape(_title(plot.y_axis))}</text>')
-    label = escape(_title(plot.x_axis))
+    parts.append(f'<text class="label" x="4" y="12">{escape(_fitting(_title(plot.y_axis)))}</text>')
+    label = escape(_fitting(_title(plot.x_axis)))
     parts.append(f'<text class="label" text-anchor="middle" x="{middle}" y="{_HEIGHT - 6}">{label}</text>')
     return "".join(parts)
 
@@ -279,13 +298,13 @@ def _bars(plot: Plot, series: Series, room: Series) -> tuple[str, float]:
         for x, values in _repeats(points).items():
             groups.setdefault(x, {})[name] = values
     scale = _Scale(0, _longest(room, stacked), False, 4, _WIDTH - 70, ())
-    parts, top = [f'<text class="label" x="4" y="12">{escape(_title(plot.y_axis))}</text>'], 24.0
+    parts, top = [f'<text class="label" x="4" y="12">{escape(_fitting(_title(plot.y_axis)))}</text>'], 24.0
     for group, bars in groups.items():
-        parts.append(f'<text x="4" y="{top + 12:.1f}">{escape(group)}</text>')
+        parts.append(f'<text x="4" y="{top + 12:.1f}">{escape(_fitting(group))}</text>')
         top += _LINE
         total = sum(statistics.median(values) for values in bars.values())
         at = scale.begin
-        for name, values in bars.items():
+        for name, values in sorted(bars.items(), key=lambda bar: names.index(bar[0])):
             index, value = names.index(name), statistics.median(values)
             told = escape(f"{group}{', ' if name else ''}{name}: {number(value)} {plot.y_axis.unit}")
             length = abs(scale(value) - scale.begin)
@@ -323,14 +342,14 @@ def _longest(room: Series, stacked: bool) -> float:
     return max((sum(one) if stacked else max(one) for one in values.values()), default=0) or 1.0
 
 
-def _legend(names: Sequence[str], indices: Sequence[int], top: float) -> tuple[str, float]:
+def _legend(names: Sequence[str], top: float) -> tuple[str, float]:
     """Names of series below the plot, as many on a line as fit; and where they end."""
     parts, x, y = [], 6.0, top + 12
-    for name, index in zip(names, indices, strict=True):
-        width = len(name) * _CHARACTER + 28
+    for index, name in enumerate(names):
+        width = len(_fitting(name)) * _CHARACTER + 28
         if x > 6 and x + width > _WIDTH:
             x, y = 6.0, y + _LINE
         mark = _marker(index, x + 4, y, name)
-        parts.append(f'<g{_colour(index)}>{mark}</g><text x="{x + 14:.1f}" y="{y + 4}">{escape(name)}</text>')
+        parts.append(f'<g{_colour(index)}>{mark}</g><text x="{x + 14:.1f}" y="{y + 4}">{escape(_fitting(name))}</text>')
         x += width
     return "".join(parts), y + 10 if names else top

@@ -154,6 +154,8 @@ def model_system(
         raise ValueError(f"ranks = {sizes.ranks}: the layout has {layout.ranks}")
     if sizes.max_model_len > cfg.max_position_embeddings:
         raise ValueError(f"max_model_len = {sizes.max_model_len}: the model's context is {cfg.max_position_embeddings}")
+    if sizes.drafts > cfg.dspark_block_size:
+        raise ValueError(f"drafts = {sizes.drafts}: the model's draft makes at most {cfg.dspark_block_size}")
     cache_cfg = CacheConfig(
         slots=sizes.slots,
         pages=sizes.pages_or_default,

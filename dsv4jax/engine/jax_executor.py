@@ -251,6 +251,10 @@ class JaxExecutor:
         self._free_since = end
         return StepResult(step.plan.number, results, seconds, gap)
 
+    def synchronize(self) -> None:
+        """Waits until the devices have done every step, without a look at results."""
+        jax.block_until_ready(self._cache)
+
     def _balance(self) -> None:
         """Goes on with rearranging experts.
 

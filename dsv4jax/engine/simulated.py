@@ -6,14 +6,13 @@ Which tokens they are, and which are allowed, is not simulated.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Int32
 
-from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.plan import (
     Decodes,
     RankPlan,
@@ -25,8 +24,7 @@ from dsv4jax.engine.plan import (
     StepPlan,
     StepResult,
 )
-from dsv4jax.engine.request import GenerationRequest, PromptLogprobs, QueueFull
-from dsv4jax.engine.sequence import Sequence
+from dsv4jax.engine.request import PromptLogprobs
 from dsv4jax.sampling_settings import MAX_TOP_LOGPROBS
 
 CostModel = Callable[[StepPlan], float]
@@ -138,6 +136,10 @@ class SimulatedExecutor:
         self._now = max(self._now, end)
         return result
 
+    def synchronize(self) -> None:
+        """Waits until the device has done every step, without a look at results."""
+        self._now = max(self._now, self._device_free)
+
     def reset(self) -> None:
         """Drops what is in flight."""
         self._queue.clear()
@@ -222,30 +224,6 @@ class SimulatedExecutor:
         _, ranks, slots = self._newest.shape
         more = max(0, rank + 1 - ranks), max(0, max(start.slot for start in starts) + 1 - slots)
         self._newest = np.pad(self._newest, [(0, 0), *((0, count) for count in more)])
-
-
-def run_traffic(
-    engine: Engine, executor: SimulatedExecutor, traffic: Iterable[tuple[float, GenerationRequest]]
-) -> list[Sequence]:
-    """Submits requests at their times of arrival, in seconds and ascending, and runs until everything has ended.
-
-    Returns the choices; a request that meets a full queue is turned away and has none.
-    """
-    choices = []
-    for arrival, request in traffic:
-        while executor.now() < arrival and not engine.idle:
-            engine.step()
-        executor.advance(max(0.0, arrival - executor.now()))
-        try:
-            engine.scheduler.check(request)
-        except QueueFull:
-            continue
-        made = engine.scheduler.prepare(request)
-        engine.scheduler.submit(made, arrival)
-        choices += made
-    while not engine.idle:
-        engine.step()
-    return choices
 
 
 def _no_logprobs(rows: int, top: int) -> PromptLogprobs:
