@@ -53,6 +53,13 @@ def test_an_engine_that_costs_nothing_has_no_gap():
     assert row["engine_milliseconds"] == pytest.approx(10) and row["tokens_per_step"] == 8
 
 
+def test_prompts_may_be_more_than_a_queue_would_take_from_clients():
+    system = make(cost=LinearCost(0.01, 0, 0, 0, 0), context=4096)
+    limited = dataclasses.replace(system.config, max_waiting=1, max_waiting_tokens=5000)
+    row = decode_gap(dataclasses.replace(system, config=limited), requests=4, context=4096, steps=8, rounds=1)
+    assert row["tokens_per_step"] == 8
+
+
 def test_longer_contexts_of_one_rank_make_the_other_wait():
     row = decode_gap(make(), requests=4, context=4096, steps=8, skew=0.5)
     # Four requests of the last rank are behind 2,048 tokens more than the mean, a microsecond each.

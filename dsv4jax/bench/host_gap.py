@@ -177,7 +177,9 @@ def _through_engine(
     system: System, seen: _Seen, requests: int, contexts: Sequence[int], steps: int
 ) -> tuple[float, Records]:
     """Seconds of a step of the engine, and the records of all steps; the last `steps` are those that count."""
-    engine, executor = system.engine(inside=seen, max_admissions=requests)
+    everybody = requests * len(contexts)
+    limits = dict(max_admissions=requests, max_waiting=everybody, max_waiting_tokens=requests * sum(contexts))
+    engine, executor = system.engine(inside=seen, **limits)
     engine.observer = records = Records()
     submit_behind_contexts(engine, system, requests, contexts, system.config.max_model_len - max(contexts))
     finish_prefill(engine)
@@ -186,7 +188,7 @@ def _through_engine(
     begin = executor.now()
     for _ in range(steps):
         engine.step()
-    seconds, everybody = (executor.now() - begin) / steps, requests * len(contexts)
+    seconds = (executor.now() - begin) / steps
     if wrong := [r.decode_requests for r in records.steps[-steps:] if r.decode_requests != everybody]:
         raise RuntimeError(f"a step decoded {wrong[0]} of {everybody} requests: not all ran at once")
     return seconds, records
