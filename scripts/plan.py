@@ -131,7 +131,7 @@ def verdicts(plan: Plan, targets: Targets) -> list[str]:
         lines += [f"decode: {of_decode}", f"prefill: {limit(first.prefill.time.parts, 'the step')}"]
     for group in dict.fromkeys(one.group for one in plan.refused):
         least, *others = sorted((one for one in plan.refused if one.group == group), key=lambda one: one.memory.total)
-        memory, more = least.memory, f", nor {len(others)} larger" if others else ""
+        memory, more = least.memory, f", nor with {len(others)} others" if others else ""
         lines.append(
             f"{group} does not fit with {least.size}{more}: {memory.total / 1e9:.0f} of at most"
             f" {memory.usable / 1e9:.0f} GB"

@@ -14,6 +14,7 @@ from dsv4jax.bench.planner import PAGE, Sweep, device_memory
 from dsv4jax.bench.sessions import SessionWorkload
 from dsv4jax.bench.system import Sizes, simulated_system
 from dsv4jax.engine.simulated import fixed_acceptance
+from dsv4jax.quant import ceil_div
 
 _IDS = range(300, 800)
 """Prompts are made from; which ids is not simulated."""
@@ -53,7 +54,8 @@ class Traffic:
 def simulate(cost: HardwareCost, traffic: Traffic, sweep: Sweep, progress: bool = True) -> tuple[Run, Summary]:
     """Runs the traffic; what counts is all but its first tenth.
 
-    The cache of a rank has the memory that weights, tables, slots and workspace leave (`sweep`).
+    The cache of a rank has the memory that weights, tables, slots and workspace leave (`sweep`), but no more pages than
+    all slots have at full length.
 
     Raises:
       ValueError: the memory of a device does not hold the longest request.
@@ -73,7 +75,7 @@ def simulate(cost: HardwareCost, traffic: Traffic, sweep: Sweep, progress: bool 
         slots=traffic.slots,
         max_model_len=length,
         prefill_tokens=traffic.prefill_tokens,
-        pages=pages,
+        pages=min(pages, traffic.slots * ceil_div(length, PAGE)),
         drafts=len(traffic.acceptance),
     )
     system = simulated_system(sizes, cost, fixed_acceptance(traffic.acceptance, traffic.seed))

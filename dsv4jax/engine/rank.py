@@ -19,6 +19,8 @@ from dsv4jax.engine.token_mask import Mask, mask_failure, one_mask
 _REQUEST_LOAD = 256  # what a running request weighs, in tokens of prefill
 _CONTEXT_LOAD = 1 / 64  # and each token in its pages
 
+_IDLE = RankPlan((), (), (), None)
+
 Failures = list[tuple[Sequence, str]]
 
 
@@ -151,6 +153,8 @@ class Rank:
         Args:
           plain: drafts do not pay now, so that only choices that insist on them get first ones.
         """
+        if not (prefills or decodes or speculation or self._new or self._masks):
+            return _IDLE, []
         starts = tuple(
             SlotStart(s.slot, s.tokens, s.prefill_end - len(s.request.prompt), s.sampling, s.request.logit_bias)
             for s in self._new
