@@ -16,6 +16,7 @@ from dsv4jax.server.responses import responses
 from dsv4jax.server.tokenize import detokenize
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
+PARTIAL = [*MESSAGES, {"role": "assistant", "content": "It is"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
@@ -147,7 +148,8 @@ BAD_IN_CHAT = [
     ({"thinking_token_budget": True}, "thinking_token_budget"),
     ({"include_reasoning": 1}, "include_reasoning"),
     ({"separate_reasoning": 1}, "separate_reasoning"),
-    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"messages": PARTIAL, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"messages": PARTIAL, "continue_final_message": True}, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),  # last is a user's
     ({"add_generation_prompt": "no"}, "add_generation_prompt"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
