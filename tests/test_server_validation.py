@@ -16,6 +16,7 @@ from dsv4jax.server.responses import responses
 from dsv4jax.server.tokenize import detokenize
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
+PARTIAL = [*MESSAGES, {"role": "assistant", "content": "It is"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
@@ -87,6 +88,9 @@ BAD_IN_BOTH = [
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
     ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"structural_tag": 5}}, "structured_outputs.structural_tag"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
@@ -147,7 +151,8 @@ BAD_IN_CHAT = [
     ({"thinking_token_budget": True}, "thinking_token_budget"),
     ({"include_reasoning": 1}, "include_reasoning"),
     ({"separate_reasoning": 1}, "separate_reasoning"),
-    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"messages": PARTIAL, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"messages": PARTIAL, "continue_final_message": True}, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),  # last is a user's
     ({"add_generation_prompt": "no"}, "add_generation_prompt"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
@@ -203,6 +208,23 @@ def test_bad_values_are_refused_with_the_path_of_the_field(default_tokenizer, ro
     content = json.loads(error.body())["error"]
     assert set(content) == {"message", "type", "param", "code"} and content["message"] == error.message
     assert not server.engine.requests
+
+
+@pytest.mark.parametrize("route", [chat_completions, completions])
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": False, "stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": []}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": "x"}}, "stream_options.continuous_usage_stats"),
+        ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
+    ],
+)
+def test_what_streams_alone_have_or_lack_is_refused(default_tokenizer, route, change, param):
+    error = refused(route, context(default_tokenizer), base(route) | change)
+    assert (error.status, error.code, error.param) == (400, "invalid_value", param)
 
 
 @pytest.mark.parametrize("route", [chat_completions, completions])
