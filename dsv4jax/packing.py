@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.numerics import Numerics
-from dsv4jax.params import Params, abstract_params, in_memory, leaf_shardings, named_leaves
+from dsv4jax.params import Params, abstract_params, in_memory, leaf_shardings, named_leaves, with_expert_slots
 from dsv4jax.weights import Mxfp4Weight
 from pallas_kernels.fp8_linear import MAX_GROUPED_SCALE
 from pallas_kernels.hyper_connections import split_fp32
@@ -83,22 +83,21 @@ def param_shapes(
     them, or `pack_params` of these for `numerics.implementation` "pallas".
 
     Args:
-      expert_slots, draft_expert_slots: of each device, for the experts of a backbone layer and of a draft stage, see
-        `balance.spread_params`; None for as many as the experts need.
+      expert_slots, draft_expert_slots: of each device, for the experts of a backbone layer and of a draft stage; None
+        for as many as the experts need.
 
     Raises:
       ValueError: "pallas", and the experts are not FP4 or have sizes that cannot be packed.
     """
-    abstract = in_memory(abstract_params(cfg, tables_on_device), layout)
+    given = zip(_STACKS, (expert_slots, draft_expert_slots), strict=True)
+    slots = {stack: layout.devices * count for stack, count in given if count is not None}
+    abstract = in_memory(with_expert_slots(abstract_params(cfg, tables_on_device), slots), layout)
     shardings = {} if layout.mesh is None else leaf_shardings(abstract, layout)
     leaves = [
         jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=shardings.get(name))
         for name, spec in named_leaves(abstract)
     ]
     shapes = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-    for stack, slots in zip(_STACKS, (expert_slots, draft_expert_slots), strict=True):
-        for layer in shapes[stack].values() if slots is not None else ():
-            layer["ffn"]["experts"] = _with_slots(layer["ffn"]["experts"], layout.devices * slots)
     if numerics.implementation != "pallas":
         return shapes
     if not cfg.quantized:
@@ -115,14 +114,21 @@ def param_shapes(
 
 
 @functools.lru_cache
-def packing_bytes(cfg: ModelConfig, layout: Layout = SINGLE) -> int:
-    """The most memory of a device that `pack_params` takes at a time beside the parameters it was given."""
-    layer = param_shapes(cfg, Numerics(), layout)["layers"][0]["ffn"]["experts"]
-    program = _pack_experts.lower(layout, layer["w1"], layer["w3"], layer["w2"]).compile()
-    analysis = program.memory_analysis()
-    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+def packing_bytes(
+    cfg: ModelConfig,
+    layout: Layout = SINGLE,
+    expert_slots: int | None = None,
+    draft_expert_slots: int | None = None,
+) -> int:
+    """The most memory of a device that `pack_params` takes at a time beside the parameters it was given.
 
-
-def _with_slots(stacks: Any, slots: int) -> Any:
-    """Shapes of expert stacks with another number of slots."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((slots, *a.shape[1:]), a.dtype, sharding=a.sharding), stacks)
+    Args:
+      expert_slots, draft_expert_slots: as in `param_shapes`.
+    """
+    slots = {"expert_slots": expert_slots, "draft_expert_slots": draft_expert_slots}
+    shapes, most = param_shapes(cfg, Numerics(), layout, **slots), 0
+    for stack in _STACKS:
+        layer = shapes[stack][0]["ffn"]["experts"]
+        analysis = _pack_experts.lower(layout, layer["w1"], layer["w3"], layer["w2"]).compile().memory_analysis()
+        most = max(most, analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+    return most

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,23 @@ def abstract_params(cfg: ModelConfig, tables_on_device: bool = True) -> Params:
     `tables_on_device=False` the Engram tables are left out.
     """
     return nnx.to_pure_dict(nnx.split(Model(cfg, tables_on_device))[1])
+
+
+def with_expert_slots(abstract: Params, slots: Mapping[str, int]) -> Params:
+    """The specs with so many slots in the expert stacks of "layers" or "mtp", in place of one for each expert."""
+
+    def of_layer(layer: dict[str, Any], count: int) -> dict[str, Any]:
+        experts = jax.tree.map(
+            lambda spec: dataclasses.replace(spec, shape=(count, *spec.shape[1:])),
+            layer["ffn"]["experts"],
+            is_leaf=lambda x: isinstance(x, ArraySpec),
+        )
+        return {**layer, "ffn": {**layer["ffn"], "experts": experts}}
+
+    changed = {
+        stack: {i: of_layer(layer, count) for i, layer in abstract[stack].items()} for stack, count in slots.items()
+    }
+    return {**abstract, **changed}
 
 
 def leaf_shardings(abstract: Params, layout: Layout) -> dict[str, Sharding]:

@@ -16,7 +16,7 @@ from dsv4jax.engine.memory_plan import pages_that_fit
 from dsv4jax.implementation import with_implementation
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
 from dsv4jax.quant import ceil_div
-from sharding import preset
+from sharding import PRESETS, preset
 from sharding.placement import initial_owners
 
 _MAX_MODEL_LEN = flags.DEFINE_integer(
@@ -24,6 +24,13 @@ _MAX_MODEL_LEN = flags.DEFINE_integer(
 )
 RANKS = flags.DEFINE_integer(
     "ranks", 1, "Data-parallel ranks, one per device, among which experts are spread. Sizes are those of each rank.", 1
+)
+PRESET = flags.DEFINE_enum(
+    "preset",
+    None,
+    PRESETS,
+    "Layout over --ranks devices; latency: all of them work on the same requests, each with a part of all weights."
+    " Default: single for one, decode_dep for several.",
 )
 EXPERT_SLOTS = flags.DEFINE_integer(
     "expert_slots",
@@ -73,9 +80,9 @@ _ENGRAM = flags.DEFINE_enum("engram", "device", ["device", "host"], "Where the E
 MEMORY_FRACTION = flags.DEFINE_float("memory_fraction", 0.9, "Share of the free memory that may be used.", 0.05, 1.0)
 
 SHAPE_FLAGS = (
-    RANKS, EXPERT_SLOTS, _DRAFT_EXPERT_SLOTS, _MAX_MODEL_LEN, _SLOTS, PAGES, _PAGE_SIZE, _CONTEXTS, _PREFILL_TOKENS,
-    _PREFILL_REQUESTS, _DECODE_REQUESTS, _DRAFTS, _FEWER_DRAFTS, _NUMERICS, _IMPLEMENTATION, _REPLAY, _DETERMINISTIC,
-    _ENGRAM,
+    RANKS, PRESET, EXPERT_SLOTS, _DRAFT_EXPERT_SLOTS, _MAX_MODEL_LEN, _SLOTS, PAGES, _PAGE_SIZE, _CONTEXTS,
+    _PREFILL_TOKENS, _PREFILL_REQUESTS, _DECODE_REQUESTS, _DRAFTS, _FEWER_DRAFTS, _NUMERICS, _IMPLEMENTATION, _REPLAY,
+    _DETERMINISTIC, _ENGRAM,
 )  # fmt: skip
 """All that an `EngineShape` follows from."""
 
@@ -118,6 +125,8 @@ def check_sizes(cfg: ModelConfig, embedded: bool) -> Sizes:
         raise ValueError(f"--draft_expert_slots={_DRAFT_EXPERT_SLOTS.value}: no drafts are made")
     for flag, experts in ((EXPERT_SLOTS, cfg.n_routed_experts), (_DRAFT_EXPERT_SLOTS, cfg.dspark_n_routed_experts)):
         if flag.value is not None:
+            if PRESET.value == "latency":
+                raise ValueError(f"--{flag.name}={flag.value}: must not be given with --preset=latency")
             try:
                 initial_owners(1, experts, RANKS.value, flag.value)
             except ValueError as error:
@@ -125,17 +134,14 @@ def check_sizes(cfg: ModelConfig, embedded: bool) -> Sizes:
     return Sizes(length, sorted({*contexts, length}), prefill_tokens, decode_requests, drafts, fewer_drafts)
 
 
-def make_shape(cfg: ModelConfig, sizes: Sizes, layout_preset: str | None = None) -> EngineShape:
+def make_shape(cfg: ModelConfig, sizes: Sizes) -> EngineShape:
     """The shape that the flags say, the cache as large as the memory of the devices allows.
-
-    Args:
-      layout_preset: over as many devices as there are ranks; None for "single" or "decode_dep".
 
     Raises:
       ValueError: a flag has a value that is not allowed, by its name.
     """
     ranks, length = RANKS.value, sizes.max_model_len
-    name = layout_preset or ("single" if ranks == 1 else "decode_dep")
+    name = PRESET.value or ("single" if ranks == 1 else "decode_dep")
     layout, numerics, on_device = preset(name, ranks), _numerics(cfg), _ENGRAM.value == "device"
     one = CacheConfig(
         slots=_SLOTS.value,

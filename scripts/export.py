@@ -27,15 +27,12 @@ from dsv4jax.engine.memory_plan import memory_plan
 from dsv4jax.engine.programs import Programs
 from dsv4jax.export import compare_programs, export_steps, load
 from dsv4jax.tokenizer import Tokenizer
-from sharding import PRESETS, tracing_for
+from sharding import tracing_for
 
 _MODEL = flags.DEFINE_string("model", None, "Checkpoint, or with --noweights its config.json. Default: as serve.py.")
 _OUTPUT = flags.DEFINE_string("output", None, "Directory to write; must not exist.", required=True)
 _WEIGHTS = flags.DEFINE_bool("weights", True, "Write the weights too, as the programs take them.")
 _CHECK = flags.DEFINE_bool("check", False, "Run all programs as compiled and as loaded, and compare the bits.")
-_PRESET = flags.DEFINE_enum(
-    "preset", None, PRESETS, "Layout over --ranks devices. Default: single for one, decode_dep for several."
-)
 _TARGET = flags.DEFINE_enum(
     "target", None, ["cpu", "cuda"], "Lower for a platform that is not here: portable exports only, --noweights."
 )
@@ -59,7 +56,7 @@ def _run() -> None:
     # Kernels are lowered for one device only: over several, plain JAX for the target.
     one = target is not None and RANKS.value == 1
     with tracing_for(*target) if one else contextlib.nullcontext():
-        shape = make_shape(cfg, sizes, _PRESET.value)
+        shape = make_shape(cfg, sizes)
         layout = shape.layout
         tables = token_map = params = None
         if not shape.tables_on_device:

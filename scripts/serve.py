@@ -21,7 +21,7 @@ from pathlib import Path
 
 import jax
 from absl import app, flags, logging
-from engine_flags import MEMORY_FRACTION, PAGES, RANKS, SHAPE_FLAGS, check_sizes, make_shape
+from engine_flags import MEMORY_FRACTION, PAGES, PRESET, RANKS, SHAPE_FLAGS, check_sizes, make_shape
 from executables import (
     EXECUTABLES,
     check_flags,
@@ -124,6 +124,8 @@ def _channel_config(model: Path, cfg: ModelConfig) -> ChannelConfig | None:
         if _COORDINATOR.value is not None or _PROCESS.value:
             raise ValueError("--coordinator, --process: need --processes above 1")
         return None
+    if PRESET.value == "latency":
+        raise ValueError(f"--preset=latency: needs --processes=1, not {_PROCESSES.value}")
     if PAGES.value is None:
         raise ValueError("--pages: must be given with several processes, whose free memory may differ")
     if RANKS.value % _PROCESSES.value:

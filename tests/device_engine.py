@@ -28,7 +28,7 @@ from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.sampling_settings import RequestSampling
-from sharding import SINGLE, Layout, decode_dep
+from sharding import SINGLE, Layout, decode_dep, latency
 from sharding.placement import initial_owners
 
 RANKS = 8
@@ -278,7 +278,18 @@ def experts_moved_meanwhile(executor: JaxExecutor, reference: Results) -> None:
     assert balancer.placement.counts.max() > 1
 
 
+def all_devices_on_the_same_requests(executor: JaxExecutor, reference: Results) -> None:
+    """The preset `latency`: tokens are those of one device, up to rounding."""
+    other = make_executor(latency(2))
+    other.warm_up(progress=False)
+    results = serve(make_engine(other), requests()[:8])
+    other.close()
+    executor.compilations.count = 0  # it has counted those of the other one
+    assert_same(results, {key: reference[key] for key in results}, 1e-4)
+
+
 CHECKS = (
+    all_devices_on_the_same_requests,
     any_placement,
     all_on_the_last_rank,
     idle_ranks_keep_what_they_have,

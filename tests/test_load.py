@@ -18,6 +18,7 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.engram_hash import DEAD
 from dsv4jax.params import abstract_params, checkpoint_inventory, named_leaves
 from dsv4jax.weights import DenseWeight, Fp8Weight, Mxfp4Weight, dequantize
+from sharding.placement import initial_owners
 
 WEIGHTS = (DenseWeight, Fp8Weight, Mxfp4Weight)
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
@@ -237,11 +238,12 @@ def test_stream_gives_the_leaves_of_load(golden):
 def test_sharded_load_places_every_part(golden):
     run_python(
         """
-import sys, numpy as np, jax
-from dsv4jax.checkpoint.load import load_params
+import collections, sys, numpy as np, jax
+from dsv4jax.checkpoint.load import CheckpointLeaves, load_params
 from dsv4jax.config import ModelConfig
 from dsv4jax.params import named_leaves
 from sharding import Layout, ShardingRules, expert_parallel, make_mesh
+from sharding.placement import initial_owners
 path = sys.argv[1]
 cfg = ModelConfig.from_checkpoint(path)
 whole = dict(named_leaves(load_params(path, cfg, progress=False)))
@@ -260,8 +262,30 @@ table = params["layers"][1]["engram"]["embed"].weight
 assert table.shape[0] == 1364 and {shard.data.shape[0] for shard in table.addressable_shards} == {341}
 found = np.asarray(table)
 assert found[:1362].tobytes() == np.asarray(whole["layers.1.engram.embed.weight"]).tobytes() and not found[1362:].any()
+# Experts into slots, some into two; each device reads those of its slots, once.
+layout, parts = Layout(make_mesh(4), expert_parallel()), collections.Counter()
+read = CheckpointLeaves._part
+def counted(leaves, tensor, spec, index):
+    parts[tensor] += ".ffn.experts." in tensor
+    return read(leaves, tensor, spec, index)
+CheckpointLeaves._part = counted
+sizes = {"layers": (cfg.num_hidden_layers, cfg.n_routed_experts, 3), "mtp": (3, cfg.dspark_n_routed_experts, 2)}
+owners = {stack: initial_owners(layers, experts, 4, slots) for stack, (layers, experts, slots) in sizes.items()}
+owners["layers"] = np.stack([np.roll(row, 3 * i)[[2, 1, 0, *range(3, 12)]] for i, row in enumerate(owners["layers"])])
+params = dict(named_leaves(load_params(path, cfg, layout, owners=owners, progress=False)))
+CheckpointLeaves._part = read
+for name, leaf in params.items():
+    expected = np.asarray(whole[name])
+    if "*" in name:
+        stack, layer, *_ = name.split(".")
+        held = owners[stack][int(layer)]
+        expected = expected[held]
+        assert len(leaf) == len(held) > len(set(held)) and not leaf.sharding.is_fully_replicated, name
+        assert {e: parts[name.replace("*", str(e))] for e in held} == collections.Counter(held.tolist()), name
+    found = np.asarray(leaf)[: len(expected)] if expected.ndim else np.asarray(leaf)
+    assert found.tobytes() == expected.tobytes(), name
 try:
-    load_params(path, cfg, Layout(make_mesh(4), expert_parallel()), progress=False)
+    load_params(path, cfg, layout, progress=False)
 except ValueError as error:
     assert "mtp.0.ffn.experts.*.w1" in str(error) and "of size 6 does not divide over the 4" in str(error), error
 else:
@@ -270,6 +294,19 @@ else:
         golden["tiny_a", "checkpoint_quantized"],
         devices=8,
     )
+
+
+def test_owners_of_other_experts_or_layers_are_refused_before_a_file_is_read(tmp_path):
+    cfg = ModelConfig.from_checkpoint(DATA / "tiny_a" / "checkpoint")
+    layers, experts = cfg.num_hidden_layers, cfg.n_routed_experts
+    refusals = {
+        "those of 'layers' are for 1 layers, the model has": {"layers": initial_owners(1, experts, 1, experts)},
+        "experts need at least": {"layers": initial_owners(layers, experts - 1, 1, experts - 1)},
+        "'vision' has no experts, only 'layers' and 'mtp' have": {"vision": initial_owners(1, 1, 1, 1)},
+    }
+    for message, owners in refusals.items():
+        with pytest.raises(ValueError, match=message):
+            load_params(tmp_path, cfg, owners=owners)
 
 
 @pytest.mark.parametrize("form", ["checkpoint_quantized", "checkpoint"])

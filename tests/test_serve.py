@@ -235,6 +235,7 @@ def test_flags_that_contradict_each_other_are_refused_before_anything_is_compile
     refusals = {
         # First those with ranks, which are told to JAX before it starts.
         two: "--coordinator=None: must be HOST:PORT with a port from 1 to 65534",
+        (*two, "--preset=latency"): "--preset=latency: needs --processes=1, not 2",
         (*two, "--coordinator=host"): "--coordinator=host: must be HOST:PORT",
         (*two, "--coordinator=a:65535"): "--coordinator=a:65535: must be HOST:PORT",
         (*two, "--coordinator=a:1"): "DSV4JAX_CLUSTER_TOKEN: must hold a secret",
@@ -244,6 +245,7 @@ def test_flags_that_contradict_each_other_are_refused_before_anything_is_compile
             "--engram=host",
         ): "--drafts=2: must be 0 with --engram=host",
         ("--drafts=0", "--draft_expert_slots=9"): "--draft_expert_slots=9: no drafts are made",
+        ("--preset=latency", "--expert_slots=16"): "--expert_slots=16: must not be given with --preset=latency",
         ("--expert_slots=1",): "--expert_slots=1: 1 ranks of 1 expert slots",
         ("--draft_expert_slots=1",): "--draft_expert_slots=1: 1 ranks of 1 expert slots",
         ("--pages=63",): "--pages=63: 4032 tokens are fewer than --max_model_len=4096",

@@ -3,21 +3,32 @@
 Everything that headers and configuration can tell is checked before any tensor is read; a load is whole or not at all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from dsv4jax.checkpoint.placement import Index, place_leaves
 from dsv4jax.checkpoint.safetensors import SafetensorsReader
 from dsv4jax.checkpoint.values import convert_exactly, find_nan
 from dsv4jax.config import ModelConfig
 from dsv4jax.engram_hash import DEAD
-from dsv4jax.params import Params, abstract_params, checkpoint_inventory, named_leaves, tensor_names
+from dsv4jax.params import (
+    Params,
+    abstract_params,
+    checkpoint_inventory,
+    named_leaves,
+    tensor_names,
+    with_expert_slots,
+)
 from dsv4jax.tokenizer import Tokenizer, check_engram_token_map, engram_token_map
 from dsv4jax.weights import ArraySpec
 from sharding import SINGLE, Layout
+from sharding.placement import check_owners
+
+ExpertOwners = Mapping[str, Int[np.ndarray, "layers slots"]]
+"""The expert in each slot of every layer, by the stack of layers: "layers", or "mtp" for the stages of the draft."""
 
 
 def load_params(
@@ -26,21 +37,26 @@ def load_params(
     layout: Layout = SINGLE,
     *,
     tables_on_device: bool = True,
+    owners: ExpertOwners | None = None,
     progress: bool = True,
 ) -> Params:
     """The parameters of a checkpoint directory on the devices of `layout`.
 
     Each device's part is read from the mapped files alone. Host memory beyond the parameters is that of
     `placement.LEAVES_IN_FLIGHT` leaves. With `tables_on_device=False` the Engram tables are checked but not loaded:
-    see `HostEngramTables`.
+    see `HostEngramTables`. With `owners` the experts of these stacks are read into the slots that they say, each
+    replica by the device that holds it; without, expert e is in slot e.
 
     Raises:
       FileNotFoundError: no checkpoint there.
       ValueError: damaged files (see `SafetensorsReader`), tensors that do not fit `cfg`, a NaN code in a quantised
         tensor, an F32 tensor without exact BF16 form where BF16 is declared, a tokenizer that does not belong to the
-        checkpoint, a dimension that does not divide over its mesh axis, or too little memory.
+        checkpoint, a dimension that does not divide over its mesh axis, owners that are none of these layers and
+        experts (see `check_owners`), or too little memory.
     """
-    leaves = CheckpointLeaves(path, cfg, tables_on_device)
+    for stack, of_stack in (owners or {}).items():
+        _check_owners(cfg, stack, of_stack, layout.devices)
+    leaves = CheckpointLeaves(path, cfg, tables_on_device, owners)
     return place_leaves(
         leaves.abstract, layout, leaves.read, done=leaves.release, progress=progress, description="loading"
     )
@@ -74,12 +90,16 @@ class CheckpointLeaves:
       specs: name to spec, in the order of `abstract`.
     """
 
-    def __init__(self, path: str | Path, cfg: ModelConfig, tables_on_device: bool = True):
+    def __init__(
+        self, path: str | Path, cfg: ModelConfig, tables_on_device: bool = True, owners: ExpertOwners | None = None
+    ):
         """Opens and checks; raises as `load_params`."""
         self._reader = SafetensorsReader(path)
         self._reader.check(checkpoint_inventory(cfg))
         self._token_map = compressed_ids(Tokenizer.from_checkpoint(path), cfg)
-        self.abstract = abstract_params(cfg, tables_on_device)
+        self._owners = owners or {}
+        slots = {stack: of_stack.shape[1] for stack, of_stack in self._owners.items()}
+        self.abstract = with_expert_slots(abstract_params(cfg, tables_on_device), slots)
         self.specs: dict[str, ArraySpec] = dict(named_leaves(self.abstract))
 
     def read(self, name: str, index: Index) -> np.ndarray:
@@ -93,19 +113,23 @@ class CheckpointLeaves:
             return self._token_map[index]
         if "*" not in name:
             return self._part(name, spec, index)
-        first, stop, _ = index[0].indices(spec.shape[0])
         shape = [len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True)]
         stack = np.empty(shape, spec.dtype)
-        names = tensor_names(name, spec)
-        for expert in range(first, stop):
-            stack[expert - first] = self._part(names[expert], spec, index[1:])
+        for slot, tensor in enumerate(self._tensors(name)[index[0]]):
+            stack[slot] = self._part(tensor, spec, index[1:])
         return stack
 
     def release(self, name: str) -> None:
         """Takes the pages that were read for a leaf out of this process's memory."""
-        spec = self.specs[name]
-        for tensor in () if spec.derived else tensor_names(name, spec):
+        for tensor in () if self.specs[name].derived else set(self._tensors(name)):
             self._reader.release(tensor)
+
+    def _tensors(self, name: str) -> list[str]:
+        """The tensors behind a leaf; of experts, slot by slot."""
+        if "*" in name and (stack := name.split(".")[0]) in self._owners:
+            owners = self._owners[stack][int(name.split(".")[1])]
+            return [name.replace("*", str(expert)) for expert in owners.tolist()]
+        return tensor_names(name, self.specs[name])
 
     def _part(self, tensor: str, spec: ArraySpec, index: Index) -> np.ndarray:
         first = tuple(s.start or 0 for s in index)
@@ -114,6 +138,19 @@ class CheckpointLeaves:
             place = [i + j for i, j in zip(found, first, strict=True)]
             raise ValueError(f"tensor {tensor!r}: {spec.stored} code of NaN at {place}")
         return convert_exactly(tensor, values, spec.dtype, first)
+
+
+def _check_owners(cfg: ModelConfig, stack: str, owners: Int[np.ndarray, "layers slots"], devices: int) -> None:
+    sizes = {
+        "layers": (cfg.num_hidden_layers, cfg.n_routed_experts),
+        "mtp": (cfg.num_nextn_predict_layers, cfg.dspark_n_routed_experts),
+    }
+    if stack not in sizes:
+        raise ValueError(f"owners: {stack!r} has no experts, only {' and '.join(map(repr, sizes))} have")
+    layers, experts = sizes[stack]
+    if len(owners) != layers:
+        raise ValueError(f"owners: those of {stack!r} are for {len(owners)} layers, the model has {layers}")
+    check_owners(owners, experts, devices)
 
 
 def compressed_ids(tokenizer: Tokenizer, cfg: ModelConfig) -> Int32[np.ndarray, " vocab"]:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from dsv4jax.balance.balancer import spread_params
 from dsv4jax.checkpoint.load import load_params
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.engine_shape import EngineShape
@@ -16,14 +15,15 @@ from sharding.placement import initial_owners
 def load_engine_params(
     path: str | Path, cfg: ModelConfig, shape: EngineShape, layout: Layout, progress: bool = True
 ) -> Params:
-    """Loads a checkpoint, packs it for the kernels if the shape says so, and spreads experts over their first slots.
+    """Loads a checkpoint, experts into their first slots, and packs it for the kernels if the shape says so.
 
     Raises: as `load_params`, `pack_params` and `initial_owners`.
     """
-    params = load_params(path, cfg, layout, tables_on_device=shape.tables_on_device, progress=progress)
-    if shape.numerics.implementation == "pallas":
-        params = pack_params(params, layout)
     stacks = {"placement": "layers", "draft_placement": "mtp"}
-    for name, (layers, experts, slots) in moving_experts(cfg, **shape.slots_of_experts).items():
-        params = spread_params(params, initial_owners(layers, experts, layout.ranks, slots), stacks[name])
-    return params
+    owners = {
+        stacks[name]: initial_owners(layers, experts, layout.ranks, slots)
+        for name, (layers, experts, slots) in moving_experts(cfg, **shape.slots_of_experts).items()
+    }
+    options = {"tables_on_device": shape.tables_on_device, "owners": owners, "progress": progress}
+    params = load_params(path, cfg, layout, **options)
+    return pack_params(params, layout) if shape.numerics.implementation == "pallas" else params

@@ -101,7 +101,7 @@ def memory_plan(
         windows=_array_bytes(per_slot),
         sampling=_array_bytes((cache.sampling, cache.drafts)),
         workspace=workspace,
-        packing=packing_bytes(cfg, layout) if numerics.implementation == "pallas" and not packed else 0,
+        packing=packing_bytes(cfg, layout, **slots) if numerics.implementation == "pallas" and not packed else 0,
         free=free,
         fraction=fraction,
     )
