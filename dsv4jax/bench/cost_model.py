@@ -141,11 +141,11 @@ class HardwareCost:
         with `draft`, and the draft round after it."""
         return self.step(self._even(requests, tokens, tokens, context, tokens, draft))
 
-    def prefill(self, tokens: int, context: float, ends: bool = True, draft: bool = False) -> StepTime:
+    def prefill(self, tokens: int, context: float, ends: bool = True) -> StepTime:
         """A step of one chunk of `tokens` prompt tokens per rank, at `context` tokens on average; the last of its
         prompt if it `ends` there."""
         decoder_tokens = tokens if self._replay == "exact" else min(tokens, self.cfg.sliding_window) * ends
-        return self.step(self._even(1, tokens, decoder_tokens, context, int(ends), draft and ends))
+        return self.step(self._even(1, tokens, decoder_tokens, context, int(ends), draft=False))
 
     def _even(
         self, requests: int, tokens: int, decoder_tokens: float, context: float, logits: int, draft: bool
