@@ -389,6 +389,16 @@ def test_warm_up_makes_it_ready():
     run(test)
 
 
+def test_an_engine_without_a_first_token_is_not_ready():
+    async def test(served):
+        served.executor.broken = RuntimeError("no step works")
+        with pytest.raises(EngineStopped, match="no token could be produced: the first request ended with 'error'"):
+            await served.api.warm_up()
+        assert not served.api.is_ready
+
+    run(test, check_empty=False)
+
+
 def test_before_the_start_nothing_is_taken():
     served = Served(SMALL)
     with pytest.raises(EngineStopped):

@@ -367,7 +367,7 @@ REFUSED = {
         "invalid_value",
     ),
     "mode of allowed tools": (
-        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "never", "tools": [{"name": "look"}]}},
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "none", "tools": [{"name": "look"}]}},
         "tool_choice.mode",
         "invalid_value",
     ),
