@@ -29,7 +29,8 @@ PRESET = flags.DEFINE_enum(
     "preset",
     None,
     PRESETS,
-    "Layout over --ranks devices; latency: all of them work on the same requests, each with a part of all weights."
+    "Layout over --ranks devices; latency: all of them work on the same requests, each with a part of all weights;"
+    " without kernels."
     " Default: single for one, decode_dep for several.",
 )
 EXPERT_SLOTS = flags.DEFINE_integer(
@@ -208,8 +209,14 @@ def _numbers(flag: flags.FlagHolder, default: list[int]) -> list[int]:
 
 
 def _numerics(cfg: ModelConfig) -> Numerics:
-    numerics = FAST if _NUMERICS.value == "fast" else REFERENCE
-    numerics, why = with_implementation(numerics, _IMPLEMENTATION.value, cfg, _PAGE_SIZE.value)
+    numerics, wanted = FAST if _NUMERICS.value == "fast" else REFERENCE, _IMPLEMENTATION.value
+    if PRESET.value == "latency":
+        if wanted == "pallas":
+            raise ValueError(
+                "--implementation=pallas: the kernels take all heads, a device has 1/n with --preset=latency"
+            )
+        wanted = "reference"
+    numerics, why = with_implementation(numerics, wanted, cfg, _PAGE_SIZE.value)
     logging.info("implementation: %s", f"{numerics.implementation}: {why}" if why else numerics.implementation)
     return numerics
 

@@ -246,6 +246,7 @@ def test_flags_that_contradict_each_other_are_refused_before_anything_is_compile
         ): "--drafts=2: must be 0 with --engram=host",
         ("--drafts=0", "--draft_expert_slots=9"): "--draft_expert_slots=9: no drafts are made",
         ("--preset=latency", "--expert_slots=16"): "--expert_slots=16: must not be given with --preset=latency",
+        ("--preset=latency", "--implementation=pallas"): "--implementation=pallas: the kernels take all heads",
         ("--expert_slots=1",): "--expert_slots=1: 1 ranks of 1 expert slots",
         ("--draft_expert_slots=1",): "--draft_expert_slots=1: 1 ranks of 1 expert slots",
         ("--pages=63",): "--pages=63: 4032 tokens are fewer than --max_model_len=4096",
