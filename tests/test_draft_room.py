@@ -12,8 +12,11 @@ from scipy import special
 from test_scheduler import Recorder, assert_empty, drain, make
 from test_scheduler_drafts import DRAFTING, free
 
+from dsv4jax.batch import DecodeBucket
+from dsv4jax.cache import CacheConfig
 from dsv4jax.engine.draft_room import DecodeTimes, DraftRoom, smallest, survivals
 from dsv4jax.engine.engine import Engine
+from dsv4jax.engine.programs import make_buckets
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.simulated import SimulatedExecutor, constant_tokens, fixed_acceptance
 
@@ -230,3 +233,15 @@ def test_once_drafts_pay_again_a_look_finds_it_and_a_bad_moment_does_not_end_the
     assert [step().drafting for _ in range(4)] == [False, False, True, True], "nothing is seen: a look begins"
     looks = [step(0.9) for _ in range(8)]
     assert all(r.drafting for r in looks) and looks[-1].drafts > 0
+
+
+def test_a_step_runs_in_the_narrowest_program_with_room_for_its_drafts():
+    sizes = {"prefill_tokens": [16], "prefill_requests": 1, "decode_requests": [2, 8], "contexts": [64, 640]}
+    buckets = make_buckets(CacheConfig(slots=8, pages=80, drafts="shared"), **sizes, drafts=5, fewer_drafts=[1, 3])
+    assert len(buckets.verify) == 3 * len(buckets.decode) == 12
+    for drafts, width in ((0, 2), (1, 2), (2, 4), (3, 4), (5, 6)):
+        assert buckets.for_verify(3, 1, drafts) == DecodeBucket(8, 1, width)
+    assert buckets.for_verify(2, 2, 4) == DecodeBucket(2, 10, 6)
+    for batch in ((9, 1, 1), (1, 11, 1), (1, 1, 6)):
+        with pytest.raises(ValueError, match="no verify bucket holds"):
+            buckets.for_verify(*batch)
