@@ -315,7 +315,15 @@ def test_what_runs_at_the_end_may_end_but_not_forever():
     assert {(m.output_tokens, m.error, m.complete) for m in run.measurements} == {(0, "", False)}
 
 
-def test_ctrl_c_keeps_what_was_measured(fake):
+@pytest.fixture
+def terminal():
+    """SIGINT does what it does in a terminal; a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_keeps_what_was_measured(fake, terminal):
     class Interrupting(SessionWorkload):
         ended = 0
 

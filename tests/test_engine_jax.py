@@ -242,7 +242,7 @@ def test_whatever_the_scheduler_may_plan_has_a_program_and_a_place(data):
         if not (deterministic and drafts):
             assert buckets.for_decode(requests_, pages).tokens_per_request == 1
         if drafts:
-            assert buckets.for_decode(requests_, pages, drafts=True).tokens_per_request == 1 + cfg.drafts
+            assert buckets.for_verify(requests_, pages, cfg.drafts).tokens_per_request == 1 + cfg.drafts
     assert max(buckets.masks) == cfg.slots and all(b.requests >= cfg.prefill_requests for b in buckets.draft)
 
 

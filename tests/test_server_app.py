@@ -394,7 +394,7 @@ def test_a_client_that_goes_away_frees_the_engine(client, caplog, stream):
             connection.recv(100)
     begin = time.monotonic()
     eventually(lambda: not client.engine.running)
-    assert time.monotonic() - begin < 1  # a step takes 20 ms
+    assert time.monotonic() - begin < 10  # 3000 steps of 20 ms take a minute
     eventually(lambda: "lost POST /v1/completions 499" in caplog.text)
 
 
@@ -431,15 +431,15 @@ def test_a_request_may_not_take_longer_than_allowed():
 
 
 def test_the_time_of_a_request_begins_with_its_first_byte():
-    with running(request_timeout=1) as client, raw(client) as connection:
+    with running(request_timeout=2) as client, raw(client) as connection:
         data = json.dumps(body(3000, stream=True)).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
         connection.sendall(head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data[:5])
         begin = time.monotonic()
-        time.sleep(0.8)
+        time.sleep(1.5)
         connection.sendall(data[5:])
         assert b"request_timeout" in read_all(connection)
-        assert time.monotonic() - begin < 1.6
+        assert time.monotonic() - begin < 3.4
 
 
 def test_waiting_requests_get_errors_when_the_engine_dies():
@@ -633,7 +633,7 @@ def test_a_second_signal_ends_it_at_once(second):
         begin = time.monotonic()
         server.process.send_signal(second)
         assert server.exit_code(3) == 128 + second
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < 3
         thread.join(5)
 
 

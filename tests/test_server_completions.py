@@ -241,13 +241,13 @@ def test_stop_strings_count_after_as_many_tokens_as_are_wanted(default_tokenizer
 def test_a_million_ids_become_one_array_quickly():
     ids = np.random.default_rng(0).integers(0, 129280, 855_000)
     body = b'{"model": "flash", "prompt": [' + ", ".join(map(str, ids.tolist())).encode() + b'], "max_tokens": 1}'
-    started = time.perf_counter()
+    started = time.process_time()
     parsed = decode_token_ids(decode_object(body, undecoded=("prompt",))["prompt"], "prompt", 129280)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     assert parsed.dtype == np.int32 and parsed.flags.c_contiguous and (parsed == ids).all()
-    started = time.perf_counter()
+    started = time.process_time()
     json.loads(body)
-    assert seconds < time.perf_counter() - started, "slower than the standard library without any check"
+    assert seconds < time.process_time() - started, "slower than the standard library without any check"
 
 
 @pytest.mark.parametrize("text", [b"[ ]", b"[\n]", b"[[1], [ ]]"])

@@ -304,9 +304,9 @@ def test_no_servers_of_tools_are_none(default_tokenizer):
 def test_long_names_cost_no_time(default_tokenizer):
     use = {"type": "tool_use", "id": "a" + ".a" * 50_000, "name": "f", "input": {}}
     body = {"max_tokens": 5, "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": [use]}]}
-    started = time.perf_counter()
+    started = time.process_time()
     error = refused(messages, context(default_tokenizer), body)
-    assert time.perf_counter() - started < 2  # quadratic work takes a minute, on the event loop
+    assert time.process_time() - started < 2  # quadratic work takes a minute, on the event loop
     assert error.param == "messages[1].content[0]"
 
 
@@ -326,17 +326,17 @@ def test_paths_become_the_clients():
         "stop" + tail: "stop_sequences" + tail,
         "other" + tail: "other" + tail,
     }.items():
-        started = time.perf_counter()
+        started = time.process_time()
         with pytest.raises(ApiError) as caught, paths.in_errors():
             raise invalid_value(chat_path, f"{chat_path} is wrong; {chat_path} is")
-        assert time.perf_counter() - started < 2
+        assert time.process_time() - started < 2
         assert (caught.value.param, caught.value.message) == (path, f"{path} is wrong; {path} is")
 
 
 def test_many_allowed_tools_take_linear_time(default_tokenizer):
     tools = [{"type": "function", "name": f"function_{i}"} for i in range(30_000)]
     choice = {"type": "allowed_tools", "mode": "auto", "tools": tools}
-    started = time.perf_counter()
+    started = time.process_time()
     error = refused(responses, context(default_tokenizer, [1]), {"input": "q", "tools": tools, "tool_choice": choice})
-    assert time.perf_counter() - started < 5  # about 1 s; quadratic work takes 15 s
+    assert time.process_time() - started < 5  # about 1 s; quadratic work takes 15 s
     assert error.code == "context_length_exceeded"

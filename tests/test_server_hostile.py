@@ -202,7 +202,7 @@ def test_2000_idle_connections():
         for _ in range(5):
             begin = time.monotonic()
             assert httpx.get(server.url + "/health").status_code == 200
-            assert time.monotonic() - begin < 1
+            assert time.monotonic() - begin < 5
         for connection in idle[::100]:
             connection.sendall(b"GET /version HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
             assert read_all(connection).startswith(b"HTTP/1.1 200 ")

@@ -249,7 +249,8 @@ def _alone(system: System, seen: _Seen, requests: int, contexts: Sequence[int], 
     if programs is None:
         return statistics.mean(result.seconds for result in seen.results[-steps:])
     longest = ceil_div(decode_length(max(contexts), steps, drafts), PAGE)
-    bucket = programs.buckets.for_decode(requests, longest, drafts=drafts > 0)
+    buckets = programs.buckets
+    bucket = buckets.for_verify(requests, longest, drafts) if drafts else buckets.for_decode(requests, longest)
     batches = []
     for context in contexts:
         pages = ceil_div(decode_length(context, steps, drafts), PAGE)
