@@ -55,7 +55,8 @@ class StepOutput:
     tokens: Int32[Array, "requests tokens"]
     """Sampled next token."""
     logprobs: Float[Array, "requests tokens"]
-    """Natural log-probability of it under the model's own distribution."""
+    """Natural log-probability of it under the model's own distribution; NaN if the logits are undefined. 0 for a chunk
+    that ends before the tokens which the decoder half runs on: it has no logits."""
     top_tokens: Int32[Array, "requests tokens 20"]
     """Most probable tokens and, next, their log-probabilities: as many as the request asked for, then 0."""
     top_logprobs: Float[Array, "requests tokens 20"]
@@ -123,6 +124,9 @@ def _prefill(
     sampled = sample(
         logits, cache.sampling, batch.sampling, batch.slots, tokens[:, None], last[:, None], valid[:, None]
     )
+    # Without tokens in the decoder half the logits may be those of another request, undefined ones too.
+    own = out.layout.ends > out.layout.starts
+    sampled = sampled.replace(logprobs=jnp.where(own[:, None], sampled.logprobs, 0.0))
     cache = out.cache.replace(sampling=keep_next_tokens(cache.sampling, batch.slots, sampled.tokens, valid[:, None]))
     cache = cache.without_drafts(batch.slots, batch.starts + batch.lengths)
     output = _step_output(sampled, logits, out, collect)

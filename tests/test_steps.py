@@ -493,6 +493,20 @@ def test_bounded_replay_follows_its_definition(tiny, sequences):
     assert distance(by_floor, 0, whole) < TOLERANCE
 
 
+def test_undefined_logits_are_told_of_their_own_request_only(tiny, sequences):
+    """The second chunk ends before the decoder half's tokens: the logits in its place are those of the first."""
+    tokens, _ = sequences
+    server = serve(tiny, prefill=dataclasses.replace(LONG, requests=12))
+    server.params = {**tiny.params, "norm": {"weight": jnp.full_like(tiny.params["norm"]["weight"], jnp.nan)}}
+    long = Request(tokens[0, :90], 0, list(range(12)))
+    short = Request(tokens[1, :20], 1, list(range(12, 24)))
+    for request in (long, short):
+        server.start(request)
+    logprobs = server.prefill((short, 0, 20), (long, 0, 30)).logprobs[:, 0]
+    assert np.isnan(logprobs[0]) and logprobs[1] == 0
+    assert np.isnan(server.prefill((long, 30, 90)).logprobs[0, 0])
+
+
 def test_bounded_replay_runs_the_decoder_half_on_one_window_of_rows(tiny, sequences):
     """Rows in the compiled program and tokens routed, per layer: all for the encoder half, one window for the rest."""
     tokens, _ = sequences
