@@ -98,6 +98,7 @@ def empty_result(given: Mapping[str, Any]) -> Result:
         dict(given),
         keys={"tasks": ("task",), "acceptance": ("task", "position"), "reliability": ("task", "survival")},
         control={"what": "confidences that know: predicted and accepted are equal in every row of reliability"},
+        ceiling={"what": "all drafts accepted: one token more than there are drafts, of every verification"},
         plots=[
             Plot("bar", "Tokens of a verification", "tasks", "task", ("acceptance_length",), Axis("task"),
                  Axis("accepted drafts and the token after them", "tokens")),

@@ -12,7 +12,7 @@ import importlib.resources
 from pathlib import Path
 
 from absl import app, flags
-from bench_system import SEED, SLOTS, make_system, system_conditions
+from bench_system import SEED, SLOTS, make_system, system_ceiling, system_conditions
 
 from dsv4jax.bench.admission import Bursts, admission_stages, beside_long_prompt, run_bursts
 from dsv4jax.bench.counting import Window
@@ -148,7 +148,8 @@ def main(argv: list[str]) -> None:
     }
     control = {section: control[section] for section in sections}
     plots = [plot for plot in _PLOTS if plot.table in sections]
-    made = Result("admission", system_conditions(system, _OWN), keys=_KEYS, control=control, plots=plots)
+    given, ceiling = system_conditions(system, _OWN), system_ceiling()
+    made = Result("admission", given, keys=_KEYS, control=control, ceiling=ceiling, plots=plots)
     with reported(_REPORT.value, made) as result:
         if "stages" in sections:
             run_stages(result)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import app, flags
-from bench_system import EXECUTOR, MAX_MODEL_LEN, RANKS, SEED, SLOTS, make_system, system_conditions
+from bench_system import EXECUTOR, MAX_MODEL_LEN, RANKS, SEED, SLOTS, make_system, system_ceiling, system_conditions
 
 from dsv4jax.bench.agents import AgentParameters, generate_sessions, read_parameters, trace_statistics
 from dsv4jax.bench.conditions import conditions
@@ -319,6 +319,7 @@ def main(argv: Sequence[str]) -> None:
             "parameters": None if _TRACE.value else dataclasses.asdict(parameters),
         },
         keys=KEYS,
+        ceiling={"what": "not known of a server behind HTTP"} if _URL.value else system_ceiling(),
         rows={"sessions": [{"of": "plan", **sessions.statistics}]},
         plots=PLOTS,
     )

@@ -197,6 +197,7 @@ def main(_argv: list[str]) -> None:
         given,
         keys={"layers": ("stack", "layer", "cycle"), "stacks": ("stack", "cycle"), "by_step": ("stack", "step")},
         control={"what": "column control: uniform random routing of as many tokens, equally many experts on each rank"},
+        ceiling={"what": "balancedness 1: all ranks have the same load"},
         plots=[
             Plot("bar", "Balancedness by placement", "stacks", "stack", (*placements, "control"), Axis("experts of"),
                  Axis("mean load / load of the busiest rank"), by=("cycle",)),

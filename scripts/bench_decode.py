@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import app, flags
-from bench_system import EXECUTOR, RANKS, acceptance, make_system, system_conditions
+from bench_system import EXECUTOR, RANKS, acceptance, make_system, system_ceiling, system_conditions
 
 from dsv4jax.bench.host_cost import host_cost
 from dsv4jax.bench.host_gap import decode_gap, decode_length
@@ -81,7 +81,7 @@ def run_gap(result: Result) -> None:
         decode_requests=tuple(requests for requests, _ in points),
     )
     system = make_system(random_contents=True, sizes=sizes)
-    result.conditions = system_conditions(system, _OWN)
+    result.conditions, result.ceiling = system_conditions(system, _OWN), system_ceiling()
     for requests, context in points:
         rows = []
         for _ in range(_REPEATS.value):

@@ -217,6 +217,7 @@ def empty_result(given: dict[str, Any]) -> Result:
             "engine": ("requests_per_rank", "drafts"),
         },
         control={"what": "plain decoding of the same requests: drafts 0; for adaptive steps the best fixed number"},
+        ceiling={"what": "all drafts accepted: one token more than there are drafts, of every verification"},
         plots=[
             Plot("line", "Speed by load", "steps", "requests", ("tokens_per_second",), requests, speed,
                  by=("drafts", "law")),

@@ -259,6 +259,7 @@ def empty_result(given: dict[str, Any]) -> Result:
             "engine": ("devices", "requests_per_rank"),
         },
         control={"what": "uniform routing of the same batch; column uniform_control is its expected balancedness"},
+        ceiling={"what": "floor_microseconds of exchanges: bytes at the rate of plain collectives in the same run"},
         plots=[
             Plot("bar", "Time of a step", "steps", "step", ("milliseconds",), Axis("step"), time_axis, by=steps),
             Plot("bar", "Balancedness", "steps", "step", ("balancedness", "uniform_control"), Axis("step"),

@@ -13,7 +13,7 @@ import functools
 import itertools
 
 from absl import app, flags
-from bench_system import RANKS, SEED, make_system, system_conditions
+from bench_system import RANKS, SEED, make_system, system_ceiling, system_conditions
 
 from dsv4jax.bench.counting import Window
 from dsv4jax.bench.page import reported
@@ -183,7 +183,7 @@ def main(argv: list[str]) -> None:
     if RANKS.value < 2 and sections & {"lag", "slow_rank", "placement", "chunks"}:
         raise app.UsageError(f"--ranks={RANKS.value}: must be at least 2")
     system = make_system()
-    made = functools.partial(Result, conditions=system_conditions(system, _OWN))
+    made = functools.partial(Result, conditions=system_conditions(system, _OWN), ceiling=system_ceiling())
     if sections - {"slow_rank"}:
         keys = {"runs": ("lag_s",), "loss": ("lag_s",), "placement": ("traffic", "rule"), "chunks": ("chunks",)}
         with reported(_REPORT.value, made("ranks", keys=keys)) as result:

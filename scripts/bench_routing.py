@@ -103,6 +103,7 @@ def main(argv: list[str]) -> None:
         given,
         keys={"by_step": ("routing", "stack", "step")},
         control={"what": "column control: uniform random routing of as many tokens, equally many experts on each rank"},
+        ceiling={"what": "balancedness 1: all ranks have the same load"},
         plots=[
             Plot("line", f"Balancedness of the {stack}, {routing} routing", "by_step", "step",
                  ("before", "after", "control"), *axes, where={"routing": routing, "stack": stack})

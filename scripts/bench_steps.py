@@ -33,6 +33,7 @@ from dsv4jax.batch import (
     decode_batch,
     prefill_batch,
 )
+from dsv4jax.bench.ceilings import measured_ceilings
 from dsv4jax.bench.conditions import conditions, flag_values
 from dsv4jax.bench.costs import Cost, step_costs
 from dsv4jax.bench.page import reported
@@ -65,7 +66,6 @@ from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
 from dsv4jax.step_flags import VARIANTS
 from dsv4jax.steps import decode_step, forward, prefill_step
-from pallas_kernels.timing import ceilings
 from sharding import emulated_rank
 from sharding.exchange import exchange_bytes
 
@@ -99,20 +99,6 @@ _PROFILE = flags.DEFINE_bool("profile", False, "Also the time and kernels of eve
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Timed calls per point and round.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Passes over all points, whose spread is reported.", lower_bound=1)
 _REPORT = flags.DEFINE_string("report", None, "Directory for the result files and their pages.")
-
-
-def measured_ceilings() -> dict[str, float]:
-    """Copy and matmul rates; by the clock and at small sizes where there is no GPU."""
-    if jax.default_backend() == "gpu":
-        return ceilings()
-
-    def by_the_clock(fn, argument_sets):
-        jax.block_until_ready(fn(*argument_sets[0]))
-        begin = time.perf_counter()
-        jax.block_until_ready(fn(*argument_sets[0]))
-        return (time.perf_counter() - begin) * 1e6
-
-    return ceilings(by_the_clock, 1 << 22, 256)
 
 
 def run_cases(result: Result, cases: list[StepCase], params: Params, cfg: ModelConfig, numerics: Numerics) -> None:
@@ -331,7 +317,7 @@ def measure(cfg: ModelConfig) -> None:
     params = jax.block_until_ready(random_params(cfg, numerics, emulated_rank(ranks)))
     seconds = time.perf_counter() - begin
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    limits = {"what": "measured in the same run, bytes and operations per second", **measured_ceilings()}
+    limits = measured_ceilings()
     given = conditions(
         model=_MODEL.value or f"released widths, {cfg.num_hidden_layers} layers, {cfg.n_routed_experts} experts",
         layout=f"one rank of {ranks}, the exchange by copies on the device" if ranks > 1 else "one device",

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from absl import flags
 
+from dsv4jax.bench.ceilings import constants_of, measured_ceilings
 from dsv4jax.bench.conditions import conditions
 from dsv4jax.bench.cost_model import HardwareCost
 from dsv4jax.bench.hardware import load_hardware
@@ -98,6 +99,15 @@ def acceptance() -> np.ndarray:
     if not ((law >= 0) & (law <= 1)).all():
         raise ValueError(f"--acceptance={','.join(_ACCEPTANCE.value)}: must be numbers from 0 to 1")
     return law
+
+
+def system_ceiling() -> dict[str, Any]:
+    """What nothing that the flags say can exceed, for `Result.ceiling`; to be asked once the system is made."""
+    if EXECUTOR.value == "model":
+        return measured_ceilings()
+    if _HARDWARE.value is not None:
+        return constants_of(load_hardware(_HARDWARE.value))
+    return {"what": "assumed: steps take the round numbers of `LinearCost`, which are no machine's rates"}
 
 
 def system_conditions(system: System | None, own: Sequence[flags.FlagHolder], **others: Any) -> dict[str, Any]:

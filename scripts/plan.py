@@ -20,9 +20,10 @@ from absl import app, flags
 
 from dsv4jax.bench.agents import AgentParameters, read_parameters
 from dsv4jax.bench.calibrate import calibrate, calibration_errors
+from dsv4jax.bench.ceilings import constants_of
 from dsv4jax.bench.conditions import conditions, flag_values
 from dsv4jax.bench.cost_model import HardwareCost
-from dsv4jax.bench.hardware import CONSTANTS, Hardware, load_hardware
+from dsv4jax.bench.hardware import Hardware, load_hardware
 from dsv4jax.bench.page import reported
 from dsv4jax.bench.planner import WIDTHS, Plan, Sweep, Targets, Workload, load_workload, make_plan, pareto_front
 from dsv4jax.bench.plots import Axis, Plot
@@ -214,7 +215,6 @@ def main(argv: Sequence[str]) -> None:
         print(text_table(errors))
     if _SAVE.value:
         hardware.save(_SAVE.value)
-    constants = {name: dataclasses.asdict(getattr(hardware, name)) for name in CONSTANTS}
     result = Result(
         "plan",
         conditions(
@@ -227,10 +227,7 @@ def main(argv: Sequence[str]) -> None:
             hardware=hardware.as_dict(),
         ),
         keys=_KEYS,
-        ceiling={
-            "what": f"constants of {hardware.name}",
-            **{n: f"{c['value']:.4g}, {c['kind']}" for n, c in constants.items()},
-        },
+        ceiling=constants_of(hardware),
     )
     with reported(_REPORT.value, result):
         result.add_rows("calibration", errors)

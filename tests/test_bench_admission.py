@@ -84,6 +84,7 @@ def test_the_command(tmp_path, capsys):
     result = load(tmp_path / "admission.json")
     assert [row["tokens"] for row in result.rows["stages"]] == [200, 200, 400, 400]
     assert [row["max_admissions"] for row in result.rows["bursts"]] == [1, 4]
+    assert result.ceiling["what"].startswith("assumed: ")
     assert len(result.rows["long_prompt"]) == 5 and result.requests and len(result.control) == 3
     assert len(result.verdicts) == 3 and result.verdicts[0] in capsys.readouterr().out
     assert np.isfinite([row["new_ttft_p50_ms"] for row in result.rows["bursts"]]).all()

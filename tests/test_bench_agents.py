@@ -396,6 +396,7 @@ def test_the_script_reports_a_simulated_run(tmp_path, capsys):
     (row,) = result.rows["summary"]
     assert row["valid"] and row["requests"] > 50 and row["cached_share"] >= row["expected_cached_share"] - 0.01
     assert result.control["cached_share"] == row["expected_cached_share"] and result.verdicts[0] == "valid"
+    assert result.ceiling["what"] == "constants of NVIDIA H200"
     cached, computed, output, together = (r["tokens_per_second"] for r in result.rows["throughput"])
     assert together == pytest.approx(cached + computed + output) and output > 0
     assert {r["of"] for r in result.rows["latencies"]} >= {"ttft", "queue", "prefill", "decode", "inter_token"}

@@ -1,6 +1,7 @@
 """Decoding through the engine beside its program: each cause of delay is found as what it is."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -71,9 +72,9 @@ def test_longer_contexts_of_one_rank_make_the_other_wait():
 def test_a_slow_part_of_the_host_is_found_as_what_it_is(cause, monkeypatch):
     system, inside = make(cost=LinearCost(0.01, 0, 0, 0, 0)), None
     if cause == "dispatch":  # 25 ms for a batch cannot hide behind a step of 10
-        inside = lambda executor: Slow(executor, dispatching=0.025)  # noqa: E731
+        inside = functools.partial(Slow, dispatching=0.025)
     elif cause == "readback":
-        inside = lambda executor: Slow(executor, waiting=0.025)  # noqa: E731
+        inside = functools.partial(Slow, waiting=0.025)
     else:
         executors, update = [], Scheduler.update
         system = dataclasses.replace(
@@ -153,4 +154,5 @@ def test_the_command(tmp_path, capsys):
     assert [row["requests"] for row in result.rows["host"]] == [4, 4]
     assert len(result.verdicts) == 2 and result.verdicts[1] in capsys.readouterr().out
     assert result.conditions["model"] == "simulated" and result.control["requests_per_rank"] == 4
+    assert result.ceiling["what"].startswith("assumed: ")
     assert np.all([row["gap_ranks_milliseconds"] >= 0 for row in result.rows["gap"]])

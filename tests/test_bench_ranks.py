@@ -165,6 +165,7 @@ def test_the_command(tmp_path, capsys):
     run_system_script("bench_ranks", *options, *sizes)
     ranks, slow = (load_result(tmp_path / f"{name}.json") for name in ("ranks", "slow_rank"))
     assert [row["lag_s"] for row in ranks.rows["runs"]] == [0, 0.5, 0, 0.5] and len(ranks.rows["loss"]) == 2
+    assert ranks.ceiling["what"].startswith("assumed: ")
     assert ranks.control["lag_s"] == 0 and ranks.requests[0]["lag_s"] == 0 and not ranks.interrupted
     assert "loses" in ranks.verdicts[0] and ranks.verdicts[0] in capsys.readouterr().out
     rows = {(r["steps_in_flight"], r["slow_ranks"], r["delay_ms"]): r for r in slow.rows["slow_rank"]}
