@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 from scipy import special
 
-from dsv4jax.bench.steps import PAGE
+from dsv4jax.bench.system import PAGE, Records, finish_prefill
 from dsv4jax.cache import CacheConfig
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.draft_room import DecodeTimes, DraftRoom
@@ -21,7 +21,6 @@ from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.jax_executor import JaxExecutor
 from dsv4jax.engine.plan import Executor, RankPlan, StepPlan
 from dsv4jax.engine.programs import Programs, make_buckets
-from dsv4jax.engine.records import Observer, StepRecord
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
@@ -36,16 +35,6 @@ _PROMPT = 32
 _TILE = 16
 _SETTLING = 40  # steps before those that count: means of what drafts promise settle
 _OTHER_STEPS = 20  # of prefill, and some to spare
-
-
-@dataclasses.dataclass
-class _Steps(Observer):
-    """Keeps the records of steps."""
-
-    records: list[StepRecord] = dataclasses.field(default_factory=list)
-
-    def step(self, record: StepRecord) -> None:
-        self.records.append(record)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,21 +228,20 @@ def _scheduler_config(
 def _rate(executor: Executor, cfg: SchedulerConfig, room: DraftRoom, drafts: int | None, steps: int) -> dict[str, Any]:
     """The rate of requests that all want so many drafts, or None as many as pay."""
     executor.reset()
-    scheduler, seen = Scheduler(cfg, room), _Steps()
+    scheduler, seen = Scheduler(cfg, room), Records()
     engine, count = Engine(scheduler, executor, seen), cfg.slots * cfg.ranks
     for i in range(count):
         prompt = np.full(_PROMPT, 3 + i % 50, np.int32)
         sampling = RequestSampling(temperature=0.0, seed=i)
         end = cfg.max_model_len - _PROMPT
         engine.submit(GenerationRequest(f"r{i}", prompt, end, sampling=sampling, ignore_eos=True, drafts=drafts))
-    while scheduler.waiting or any(rank.prefilling for rank in scheduler.ranks):
-        engine.step()
+    finish_prefill(engine)
     for _ in range(_SETTLING):
         engine.step()
-    first, begin = len(seen.records), executor.now()
+    first, begin = len(seen.steps), executor.now()
     for _ in range(steps):
         engine.step()
-    seconds, records = executor.now() - begin, seen.records[first:]
+    seconds, records = executor.now() - begin, seen.steps[first:]
     if wrong := [r.decode_requests for r in records if r.decode_requests != count]:
         raise RuntimeError(f"a step decoded {wrong[0]} of {count} requests: not all ran at once")
     tokens = sum(record.output_tokens for record in records)
