@@ -19,6 +19,7 @@ import numpy as np
 
 from dsv4jax.bench.cost_model import HardwareCost, StepTime, StepWork
 from dsv4jax.bench.hardware import Hardware
+from dsv4jax.bench.steps import PAGE
 from dsv4jax.cache import CacheConfig, DraftNoise
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.memory_plan import MemoryPlan, memory_plan
@@ -26,7 +27,6 @@ from dsv4jax.numerics import FAST
 from dsv4jax.quant import ceil_div
 from sharding.layout import Exchange
 
-PAGE = 64
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 72)
 """Of DEP groups. One that does not divide the experts has more slots for them, some of which hold an expert twice; this
 engine itself takes widths that divide them only."""

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from dsv4jax.bench.random_state import random_cache, random_params
+from dsv4jax.bench.steps import PAGE
 from dsv4jax.cache import Cache, CacheConfig
 from dsv4jax.checkpoint.load import load_params
 from dsv4jax.config import ModelConfig
@@ -28,7 +29,6 @@ from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
 from sharding import Layout, preset
 
-PAGE = 64
 _EOS = 1
 _TILE = 16
 _VOCABULARY = 1000  # of simulated prompts
