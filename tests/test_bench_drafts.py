@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from bench_scripts import load_script, run_script, small_config
 
-from dsv4jax.bench import draft_rates
+from dsv4jax.bench import draft_rates, system
 from dsv4jax.bench.draft_rates import MeasuredTimes
 from dsv4jax.bench.drafts import acceptance, reliability
 from dsv4jax.bench.result import Result, load
@@ -121,8 +121,8 @@ def test_rates_on_a_device_are_those_of_programs_with_room_for_each_number(monke
         np.testing.assert_array_equal(options["forced_acceptance"], law)
         return mock.Mock(buckets=buckets)
 
-    monkeypatch.setattr(draft_rates, "Programs", programs)
-    monkeypatch.setattr(draft_rates, "JaxExecutor", Device)
+    monkeypatch.setattr(system, "Programs", programs)
+    monkeypatch.setattr(system, "JaxExecutor", Device)
     rows = draft_rates.device_rates({}, ModelConfig(), REFERENCE, SINGLE, requests=2, fixed=(1, 3), law=law, steps=10)
     assert [(row["drafts"], row["tokens_per_second"]) for row in rows] == [
         ("0", 2),

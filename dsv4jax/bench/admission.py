@@ -21,7 +21,7 @@ from jaxtyping import Int32
 from dsv4jax.bench.counting import Window, inter_token_seconds, percentiles, summarize
 from dsv4jax.bench.driver import Turn, run_engine
 from dsv4jax.bench.records import Measurement
-from dsv4jax.bench.system import PAGE, Records, Sizes, System, finish_prefill, simulated_system
+from dsv4jax.bench.system import PAGE, Sizes, System, finish_prefill, simulated_system
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.simulated import LinearCost
@@ -227,7 +227,7 @@ def beside_long_prompt(
     )
     system = simulated_system(sizes, cost, prefill_every=prefill_every, decode_every=decode_every)
     engine, executor = system.engine()
-    engine.observer = records = Records()
+    records = engine.observer.steps
     rng = np.random.default_rng(0)
 
     def chat(name: str, output: int) -> GenerationRequest:
@@ -238,8 +238,8 @@ def beside_long_prompt(
     finish_prefill(engine)
     for _ in range(100):
         engine.step()
-    alone = np.concatenate([record.inter_token_seconds for record in records.steps[-50:]])
-    begin, first = executor.now(), len(records.steps)
+    alone = np.concatenate([record.inter_token_seconds for record in records[-50:]])
+    begin, first = executor.now(), len(records)
     prompt = rng.integers(2, 1000, tokens).astype(np.int32)
     (long,) = engine.submit(GenerationRequest("long", prompt, max_tokens=2, ignore_eos=True))
     arrived = []
@@ -247,7 +247,7 @@ def beside_long_prompt(
         if executor.now() - begin > len(arrived):
             arrived += engine.submit(chat(f"new{len(arrived)}", 20))
         engine.step()
-    gaps = np.concatenate([record.inter_token_seconds for record in records.steps[first:]])
+    gaps = np.concatenate([record.inter_token_seconds for record in records[first:]])
     waits = [s.first_token - s.arrived for s in arrived if s.first_token is not None]
     longest_step = (
         cost.step

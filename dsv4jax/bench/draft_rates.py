@@ -13,26 +13,18 @@ import numpy as np
 from jaxtyping import Float32, Int32
 from scipy import special
 
-from dsv4jax.bench.system import PAGE, Records, finish_prefill
-from dsv4jax.cache import CacheConfig
+from dsv4jax.bench.system import Sizes, System, decode_together, model_system, simulated_system
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.draft_room import DecodeTimes, DraftRoom
-from dsv4jax.engine.engine import Engine
-from dsv4jax.engine.jax_executor import JaxExecutor
-from dsv4jax.engine.plan import Executor, RankPlan, StepPlan
-from dsv4jax.engine.programs import Programs, make_buckets
-from dsv4jax.engine.replay import ReplayRule
+from dsv4jax.engine.plan import RankPlan, StepPlan
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
-from dsv4jax.engine.scheduler_config import SchedulerConfig
-from dsv4jax.engine.simulated import SimulatedExecutor, constant_tokens
 from dsv4jax.numerics import Numerics
 from dsv4jax.params import Params
 from dsv4jax.sampling_settings import RequestSampling
 from sharding import Layout
 
 _PROMPT = 32
-_TILE = 16
 _SETTLING = 40  # steps before those that count: means of what drafts promise settle
 _OTHER_STEPS = 20  # of prefill, and some to spare
 
@@ -138,33 +130,15 @@ def device_rates(
     steps: int,
 ) -> list[dict[str, Any]]:
     """Rates on a device; arguments as those of `simulated_rates`, for each rank."""
-    scheduler_cfg = _scheduler_config(requests, steps, fixed, layout.ranks, cfg)
-    cache_cfg = CacheConfig(slots=requests, pages=scheduler_cfg.pages, page_size=PAGE, drafts="shared")
-    buckets = make_buckets(
-        cache_cfg,
-        prefill_tokens=[scheduler_cfg.prefill_tokens],
-        prefill_requests=scheduler_cfg.prefill_requests,
-        decode_requests=[requests],
-        contexts=[scheduler_cfg.max_model_len],
-        bounded=True,
-        prompt_logprobs=False,
-        tile=_TILE,
-        drafts=max(fixed),
-        fewer_drafts=fixed,
+    sizes = _sizes(requests, steps, fixed, layout.ranks)
+    system = model_system(
+        params, cfg, sizes, numerics, layout, forced_acceptance=law[: max(fixed)], progress=False, **_policy(requests)
     )
-    programs = Programs(
-        cfg, cache_cfg, buckets, numerics, layout, params=params, forced_acceptance=law[: max(fixed)], progress=False
-    )
-    executor = JaxExecutor(params, programs)
     try:
-        executor.warm_up(progress=False)
-        times = executor.measure_costs()
-        rows = []
-        for drafts in (0, *fixed, None):
-            room = DraftRoom(times, requests, layout.ranks)
-            rows.append(_rate(executor, scheduler_cfg, room, drafts, steps))
+        times = system.empty_executor().measure_costs()
+        rows = [_rate(system, times, drafts, steps) for drafts in (0, *fixed, None)]
     finally:
-        executor.close()
+        system.close()
     return _with_best(rows)
 
 
@@ -188,67 +162,48 @@ def simulated_rates(
       steps: that count.
       noise: relative standard deviation of errors in the times that choices are made by.
     """
-    scheduler_cfg = _scheduler_config(requests, steps, fixed, 1)
     known, rng = times.programs(requests, (0, *fixed)), np.random.default_rng(0)
     known = [dataclasses.replace(one, seconds=one.seconds * np.float32(1 + noise * rng.normal())) for one in known]
+    sizes, cost = _sizes(requests, steps, fixed), functools.partial(_simulated_cost, times, requests, sorted(fixed))
     rows = []
     for drafts in (0, *fixed, None):
-        accepted = SpreadLaw(law[: max(fixed)], spread)
-        cost = functools.partial(_simulated_cost, times, requests, sorted(fixed))
-        executor = SimulatedExecutor(
-            cost, constant_tokens(7), accepted.accepted, max(fixed), confidences=accepted.confidences
-        )
-        rows.append(_rate(executor, scheduler_cfg, DraftRoom(known, requests, 1), drafts, steps))
+        drawn = SpreadLaw(law[: max(fixed)], spread)
+        system = simulated_system(sizes, cost, drawn.accepted, drawn.confidences, **_policy(requests))
+        rows.append(_rate(system, known, drafts, steps))
     return _with_best(rows)
 
 
-def _scheduler_config(
-    requests: int, steps: int, fixed: Sequence[int], ranks: int, cfg: ModelConfig | None = None
-) -> SchedulerConfig:
+def _sizes(requests: int, steps: int, fixed: Sequence[int], ranks: int = 1) -> Sizes:
     """For requests that decode without an end for so many steps."""
-    length = _PROMPT + (steps + _SETTLING + _OTHER_STEPS + requests) * (1 + max(fixed))
-    replay = ReplayRule(cfg.sliding_window, cfg.num_hidden_layers) if cfg else ReplayRule(128, 40)
-    return SchedulerConfig(
-        slots=requests,
-        pages=requests * (-(-length // PAGE) + 1),
-        max_model_len=length,
-        eos_id=1,
-        replay=replay,
+    return Sizes(
         ranks=ranks,
-        page_size=PAGE,
-        tile=_TILE,
+        slots=requests,
+        max_model_len=_PROMPT + (steps + _SETTLING + _OTHER_STEPS + requests) * (1 + max(fixed)),
         prefill_tokens=8 * _PROMPT,
-        prefill_requests=8,
-        max_admissions=requests,
-        prefix_cache=False,
         drafts=max(fixed),
+        fewer_drafts=(0, *fixed),
     )
 
 
-def _rate(executor: Executor, cfg: SchedulerConfig, room: DraftRoom, drafts: int | None, steps: int) -> dict[str, Any]:
+def _policy(requests: int) -> dict[str, Any]:
+    return {"max_admissions": requests, "prefix_cache": False}
+
+
+def _rate(system: System, times: Sequence[DecodeTimes], drafts: int | None, steps: int) -> dict[str, Any]:
     """The rate of requests that all want so many drafts, or None as many as pay."""
-    executor.reset()
-    scheduler, seen = Scheduler(cfg, room), Records()
-    engine, count = Engine(scheduler, executor, seen), cfg.slots * cfg.ranks
+    cfg = system.config
+    room = DraftRoom(times, cfg.slots, cfg.ranks)
+    engine, executor = system.engine(scheduler=functools.partial(Scheduler, room=room))
+    count, end = cfg.slots * cfg.ranks, cfg.max_model_len - _PROMPT
     for i in range(count):
-        prompt = np.full(_PROMPT, 3 + i % 50, np.int32)
-        sampling = RequestSampling(temperature=0.0, seed=i)
-        end = cfg.max_model_len - _PROMPT
+        sampling, prompt = RequestSampling(temperature=0.0, seed=i), system.prompt(i, tokens=_PROMPT)
         engine.submit(GenerationRequest(f"r{i}", prompt, end, sampling=sampling, ignore_eos=True, drafts=drafts))
-    finish_prefill(engine)
-    for _ in range(_SETTLING):
-        engine.step()
-    first, begin = len(seen.steps), executor.now()
-    for _ in range(steps):
-        engine.step()
-    seconds, records = executor.now() - begin, seen.steps[first:]
-    if wrong := [r.decode_requests for r in records if r.decode_requests != count]:
-        raise RuntimeError(f"a step decoded {wrong[0]} of {count} requests: not all ran at once")
-    tokens = sum(record.output_tokens for record in records)
+    seconds, records = decode_together(engine, executor, count, _SETTLING, steps)
+    tokens = sum(record.output_tokens for record in records[-steps:]) / steps
     return {
         "drafts": "adaptive" if drafts is None else str(drafts),
-        "milliseconds": seconds / steps * 1e3,
-        "tokens_per_request": tokens / steps / count,
+        "milliseconds": seconds * 1e3,
+        "tokens_per_request": tokens / count,
         "tokens_per_second": tokens / seconds,
     }
 

@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Int32
 from tqdm import tqdm
 
-from dsv4jax.bench.records import UNFINISHED, Measurement
+from dsv4jax.bench.records import UNFINISHED, Measurement, StepRecords
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.plan import Executor
-from dsv4jax.engine.records import Observer, StepRecord
+from dsv4jax.engine.records import StepRecord
 from dsv4jax.engine.request import GenerationRequest, QueueFull
 from dsv4jax.engine.sequence import Sequence
 from dsv4jax.sampling_settings import RequestSampling
@@ -110,28 +110,6 @@ class Run:
 
 
 @dataclasses.dataclass(eq=False)
-class _Steps(Observer):
-    """Keeps the steps of a run, and tells `inner` everything."""
-
-    inner: Observer
-    executor: Executor
-    began: float
-    steps: list[StepRecord] = dataclasses.field(default_factory=list)
-    ends: list[float] = dataclasses.field(default_factory=list)
-
-    def step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-        self.ends.append(self.executor.now() - self.began)
-        self.inner.step(record)
-
-    def request(self, record) -> None:
-        self.inner.request(record)
-
-    def rejected(self, reason: str) -> None:
-        self.inner.rejected(reason)
-
-
-@dataclasses.dataclass(eq=False)
 class _Open:
     """A turn in the engine."""
 
@@ -150,7 +128,7 @@ def run_engine(
     aborted and recorded as unfinished, and the engine is idle afterwards.
 
     Args:
-      engine: idle.
+      engine: idle; its own observer is told nothing of the run.
       executor: whose clock counts: the engine's, or the one inside it.
       until: seconds since the beginning at which no further step begins.
 
@@ -167,7 +145,6 @@ class _Driver:
     def __init__(self, engine: Engine, executor: Executor, workload: Workload, bar: tqdm):
         self._engine, self._executor, self._workload, self._bar = engine, executor, workload, bar
         self._began = executor.now()
-        self._seen = _Steps(engine.observer, executor, self._began)
         self._first = self._ascending(workload.first())
         self._waiting: list[tuple[float, int, Turn]] = []  # turns that have not arrived yet, by arrival
         self._numbers = itertools.count()
@@ -177,7 +154,7 @@ class _Driver:
 
     def run(self, until: float) -> Run:
         engine, interrupted = self._engine, False
-        engine.observer = self._seen
+        observer, engine.observer = engine.observer, (seen := StepRecords(self._executor.now))
         try:
             while (now := self._now()) < until and (self._waiting or not engine.idle):
                 if engine.idle and self._waiting[0][0] > now:
@@ -189,7 +166,7 @@ class _Driver:
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            engine.observer = self._seen.inner
+            engine.observer = observer
         ended = self._now()
         for sequence, opened in self._open.items():
             self._measurements.append(self._measurement(sequence, opened, ended, UNFINISHED))
@@ -198,8 +175,8 @@ class _Driver:
                 engine.finish(sequence, "abort")
             while not engine.idle:
                 engine.step()
-        seen = self._seen
-        return Run(self._measurements, seen.steps, seen.ends, self._began, ended, interrupted)
+        ends = [end - self._began for end in seen.ends]
+        return Run(self._measurements, seen.steps, ends, self._began, ended, interrupted)
 
     def _now(self) -> float:
         return self._executor.now() - self._began

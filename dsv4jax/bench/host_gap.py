@@ -23,10 +23,11 @@ import numpy as np
 
 from dsv4jax.batch import DecodeTokens, SpeculativeRequest, concatenate_batches
 from dsv4jax.bench.steps import time_step
-from dsv4jax.bench.system import PAGE, Records, Sizes, System, finish_prefill, model_system
+from dsv4jax.bench.system import PAGE, Sizes, System, decode_together, model_system
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.plan import Executor, StepPlan, StepResult
+from dsv4jax.engine.records import StepRecord
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.numerics import Numerics
@@ -37,7 +38,7 @@ from sharding import Layout
 
 _PROMPT = 32
 _OTHER_STEPS = 16  # before and after those that are timed, with some to spare
-_SETTLE = 3  # steps that all requests decode in, before those that are timed
+_SETTLING = 3
 _GREEDY = RequestSampling(temperature=0.0)
 
 
@@ -118,7 +119,7 @@ def decode_gap(
     for _ in range(rounds):
         seen = _Seen(inside)
         through, records = _through_engine(system, seen, requests, contexts, steps)
-        timed = len(records.steps) - steps
+        timed = len(records) - steps
         alone = _alone(system, seen, requests, contexts, steps)
         balanced = alone
         if skew:
@@ -129,7 +130,7 @@ def decode_gap(
         ahead, in_flight = (_replay(system, seen, timed, steps, ahead=ahead) for ahead in (True, False))
         seconds = np.minimum(seconds, [balanced, alone, ahead, in_flight, through])
     balanced, alone, ahead, in_flight, through = seconds.tolist()
-    last = records.steps[timed:]
+    last = records[timed:]
     return {
         "requests_per_rank": requests,
         "context": context,
@@ -175,23 +176,13 @@ class _Seen:
 
 def _through_engine(
     system: System, seen: _Seen, requests: int, contexts: Sequence[int], steps: int
-) -> tuple[float, Records]:
-    """Seconds of a step of the engine, and the records of all steps; the last `steps` are those that count."""
+) -> tuple[float, list[StepRecord]]:
+    """As `decode_together`."""
     everybody = requests * len(contexts)
     limits = dict(max_admissions=requests, max_waiting=everybody, max_waiting_tokens=requests * sum(contexts))
     engine, executor = system.engine(inside=seen, **limits)
-    engine.observer = records = Records()
     submit_behind_contexts(engine, system, requests, contexts, system.config.max_model_len - max(contexts))
-    finish_prefill(engine)
-    for _ in range(_SETTLE):
-        engine.step()
-    begin = executor.now()
-    for _ in range(steps):
-        engine.step()
-    seconds = (executor.now() - begin) / steps
-    if wrong := [r.decode_requests for r in records.steps[-steps:] if r.decode_requests != everybody]:
-        raise RuntimeError(f"a step decoded {wrong[0]} of {everybody} requests: not all ran at once")
-    return seconds, records
+    return decode_together(engine, executor, everybody, _SETTLING, steps)
 
 
 def submit_behind_contexts(

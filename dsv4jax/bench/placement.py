@@ -9,8 +9,7 @@ import numpy as np
 
 from dsv4jax.bench.counting import Window, summarize
 from dsv4jax.bench.driver import OpenLoop, Run, Turn, run_engine
-from dsv4jax.bench.system import PAGE, Silent, Sizes, simulated_system
-from dsv4jax.engine.engine import Engine
+from dsv4jax.bench.system import PAGE, Sizes, simulated_system
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.simulated import LinearCost
@@ -80,9 +79,7 @@ def placement(ranks: int, requests: int = 150, progress: bool = True) -> Iterato
     }
     for scenario, turns in scenarios.items():
         for policy in (Scheduler, HitsFirst, LoadOnly):
-            executor = system.empty_executor()
-            engine = Engine(policy(system.config), executor, Silent())
-            run = run_engine(engine, executor, OpenLoop(turns()), progress=progress)
+            run = run_engine(*system.engine(scheduler=policy), OpenLoop(turns()), progress=progress)
             yield {"traffic": scenario, "rule": policy.__name__, **_served(run, ranks), "virtual_s": run.ended}
 
 

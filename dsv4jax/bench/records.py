@@ -1,9 +1,11 @@
-"""What is known of one request of a measurement, whoever served it."""
+"""What is known of a run: of each request, whoever served it, and of each step of an engine."""
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from dsv4jax.engine.records import Observer, StepRecord
 
 UNFINISHED = "unfinished"
 """The `finish_reason` of a request that still ran when the measurement ended."""
@@ -111,3 +113,21 @@ def spread(tokens: int, chunks: int) -> tuple[int, ...]:
         return ()
     each, left = divmod(tokens, chunks)
     return tuple(each + (i < left) for i in range(chunks))
+
+
+@dataclasses.dataclass(eq=False)
+class StepRecords(Observer):
+    """Keeps the records of an engine's steps.
+
+    Args:
+      now: the clock by which steps end.
+    """
+
+    now: Callable[[], float]
+    steps: list[StepRecord] = dataclasses.field(default_factory=list)
+    ends: list[float] = dataclasses.field(default_factory=list)
+    """When the result of each step was there."""
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+        self.ends.append(self.now())

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from dsv4jax.bench.random_state import random_cache, random_params
+from dsv4jax.bench.records import StepRecords
 from dsv4jax.bench.steps import PAGE
 from dsv4jax.cache import Cache, CacheConfig
 from dsv4jax.checkpoint.load import load_params
@@ -17,11 +18,17 @@ from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.jax_executor import JaxExecutor
 from dsv4jax.engine.plan import Executor
 from dsv4jax.engine.programs import Programs, make_buckets
-from dsv4jax.engine.records import Observer, StepRecord
+from dsv4jax.engine.records import StepRecord
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.scheduler_config import SchedulerConfig
-from dsv4jax.engine.simulated import AcceptanceModel, CostModel, SimulatedExecutor, constant_tokens
+from dsv4jax.engine.simulated import (
+    AcceptanceModel,
+    ConfidenceModel,
+    CostModel,
+    SimulatedExecutor,
+    constant_tokens,
+)
 from dsv4jax.implementation import with_implementation
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
 from dsv4jax.packing import pack_params
@@ -35,26 +42,6 @@ _VOCABULARY = 1000  # of simulated prompts
 _RELEASED_REPLAY = ReplayRule(window=128, layers=40)
 
 
-@dataclasses.dataclass
-class Records(Observer):
-    """Keeps the records of steps."""
-
-    steps: list[StepRecord] = dataclasses.field(default_factory=list)
-
-    def step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-    def rejected(self, reason: str) -> None:
-        raise AssertionError(f"the measurement does not expect rejections: {reason}")
-
-
-class Silent(Records):
-    """Keeps nothing."""
-
-    def step(self, record: StepRecord) -> None:
-        pass
-
-
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Of an engine; those of cache and steps are of one rank.
@@ -63,6 +50,8 @@ class Sizes:
       pages: None for as many as all slots need at full length.
       contexts, decode_requests: of a model, sizes of programs besides the largest.
       drafts: most drafts that a request verifies in a step; 0 for plain decoding.
+      fewer_drafts: of a model with drafts, smaller numbers that have programs too; 0 for plain decoding, without which
+        every step drafts.
     """
 
     ranks: int = 1
@@ -74,6 +63,7 @@ class Sizes:
     drafts: int = 0
     contexts: tuple[int, ...] = ()
     decode_requests: tuple[int, ...] = ()
+    fewer_drafts: tuple[int, ...] = ()
 
     @property
     def pages_or_default(self) -> int:
@@ -102,9 +92,14 @@ class System:
     close: Callable[[], None] = lambda: None
 
     def engine(
-        self, *, inside: Callable[[Executor], Executor] | None = None, depth: int = 2, **policy: Any
+        self,
+        *,
+        scheduler: Callable[[SchedulerConfig], Scheduler] = Scheduler,
+        inside: Callable[[Executor], Executor] | None = None,
+        depth: int = 2,
+        **policy: Any,
     ) -> tuple[Engine, Executor]:
-        """An engine and the executor whose clock counts.
+        """An engine, whose observer is a `StepRecords`, and the executor whose clock counts.
 
         Args:
           inside: makes the engine's executor from the one that works.
@@ -112,19 +107,29 @@ class System:
           policy: fields of `SchedulerConfig`.
         """
         executor = self.empty_executor()
-        scheduler = Scheduler(dataclasses.replace(self.config, **policy))
-        return Engine(scheduler, inside(executor) if inside else executor, Silent(), depth), executor
+        made = scheduler(dataclasses.replace(self.config, **policy))
+        records = StepRecords(executor.now)
+        return Engine(made, inside(executor) if inside else executor, records, depth), executor
 
     def prompt(self, *seed: int, tokens: int) -> np.ndarray:
         """Random ids, the same for the same seed."""
         return np.random.default_rng(seed).integers(3, self.vocab_size, tokens).astype(np.int32)
 
 
-def simulated_system(sizes: Sizes, cost: CostModel, acceptance: AcceptanceModel | None = None, **policy: Any) -> System:
+def simulated_system(
+    sizes: Sizes,
+    cost: CostModel,
+    acceptance: AcceptanceModel | None = None,
+    confidences: ConfidenceModel | None = None,
+    **policy: Any,
+) -> System:
     """On the virtual clock, with the window and the depth of the released model."""
     config = _scheduler_config(sizes, _RELEASED_REPLAY, **policy)
-    tokens = constant_tokens(100)
-    return System(config, lambda: SimulatedExecutor(cost, tokens, acceptance), _VOCABULARY, "simulated")
+
+    def executor() -> Executor:
+        return SimulatedExecutor(cost, constant_tokens(100), acceptance, sizes.drafts, confidences)
+
+    return System(config, executor, _VOCABULARY, "simulated")
 
 
 def model_system(
@@ -173,9 +178,10 @@ def model_system(
         prompt_logprobs=False,
         tile=_TILE,
         drafts=sizes.drafts,
+        fewer_drafts=[drafts for drafts in sizes.fewer_drafts if drafts],
     )
-    if sizes.drafts:
-        buckets = dataclasses.replace(buckets, decode=())  # no step goes without
+    if sizes.drafts and 0 not in sizes.fewer_drafts:
+        buckets = dataclasses.replace(buckets, decode=())
     kind = _FilledPrograms if random_contents else Programs
     programs = kind(
         cfg,
@@ -244,6 +250,31 @@ def finish_prefill(engine: Engine) -> None:
     """Steps until every request decodes."""
     while engine.scheduler.waiting or any(rank.prefilling for rank in engine.scheduler.ranks):
         engine.step()
+
+
+def decode_together(
+    engine: Engine, executor: Executor, requests: int, settling: int, steps: int
+) -> tuple[float, list[StepRecord]]:
+    """Seconds of a step in which all of so many requests of an engine of a `System` decode, and its records so far.
+
+    Args:
+      executor: whose clock counts.
+      settling: steps that all decode in, before those that are timed.
+      steps: that are timed, the last ones of the records.
+
+    Raises:
+      RuntimeError: not all requests ran at once.
+    """
+    finish_prefill(engine)
+    for _ in range(settling):
+        engine.step()
+    begin = executor.now()
+    for _ in range(steps):
+        engine.step()
+    seconds, records = (executor.now() - begin) / steps, engine.observer.steps
+    if wrong := [r.decode_requests for r in records[-steps:] if r.decode_requests != requests]:
+        raise RuntimeError(f"a step decoded {wrong[0]} of {requests} requests: not all ran at once")
+    return seconds, records
 
 
 class _FilledPrograms(Programs):
