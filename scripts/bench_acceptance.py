@@ -8,15 +8,15 @@ the skills that the embedded model is taught: they say something about a model t
 `--prompts` is a JSON object with `task` and `prompt`, a text that is continued as it is.
 """
 
-import importlib.resources
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
 from dsv4jax.bench.conditions import conditions, flag_values
@@ -40,8 +40,8 @@ _SKILLS = flags.DEFINE_multi_enum("skill", list(SKILLS), list(SKILLS), "Skills t
 _NUMBER = flags.DEFINE_integer("number", 8, "Examples of a skill.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "Most tokens of a reply.", lower_bound=2)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the examples.", lower_bound=0)
-_CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
-_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
+_CACHE = command_line.compile_cache_flag()
+_REPORT = command_line.report_flag()
 
 _LENGTH = 960
 """Most tokens of an example."""
@@ -125,11 +125,9 @@ def task_row(task: str, prompts: int, statistics: DraftStatistics) -> dict[str, 
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     use_compilation_cache(_CACHE.value)
-    model = Path(_MODEL.value) if _MODEL.value else importlib.resources.files("dsv4jax") / "default_model"
+    model = command_line.model_path(_MODEL.value)
     cfg, tokenizer = ModelConfig.from_checkpoint(model), Tokenizer.from_checkpoint(model)
     tasks = prompts_by_task(tokenizer)
     given = conditions(
@@ -162,4 +160,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

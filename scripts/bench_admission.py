@@ -11,10 +11,11 @@ simulated executor or on a model.
 import importlib.resources
 from pathlib import Path
 
-from absl import app, flags
-from bench_system import SEED, SLOTS, make_system, system_ceiling, system_conditions
+import command_line
+from absl import flags
+from bench_system import MAX_MODEL_LEN, RANKS, SEED, SLOTS, make_system, system_ceiling, system_conditions
 
-from dsv4jax.bench.admission import Bursts, admission_stages, beside_long_prompt, run_bursts
+from dsv4jax.bench.admission import BurstLoad, admission_stages, beside_long_prompt, run_bursts
 from dsv4jax.bench.counting import Window
 from dsv4jax.bench.page import reported
 from dsv4jax.bench.plots import Axis, Plot
@@ -43,7 +44,7 @@ _EVERY = flags.DEFINE_float("every", 10.0, "Seconds from one burst to the next; 
 _SECONDS = flags.DEFINE_float("seconds", 50.0, "Seconds of a run with bursts, on the executor's clock.", 0.2)
 _LONG = flags.DEFINE_integer("long_prompt", 855_000, "Tokens of the long prompt.", 1)
 _CHATS = flags.DEFINE_integer("chats", 32, "Chats beside it.", 1)
-_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
+_REPORT = command_line.report_flag()
 _OWN = (
     _SECTIONS, _TOKENS, _REPEATS, _TOKENIZER, _CAPS, _RUNNING, _RUNNING_TOKENS, _BURST, _PROMPT, _OUTPUT, _EVERY,
     _SECONDS, _LONG, _CHATS,
@@ -102,22 +103,11 @@ def run_stages(result: Result) -> None:
     )
 
 
-def run_caps(result: Result, system: System) -> None:
+def run_caps(result: Result, system: System, load: BurstLoad) -> None:
     """Bursts with every cap."""
     window = Window(_EVERY.value, _SECONDS.value)
     for cap in _CAPS.value:
-        workload = Bursts(
-            system,
-            running=_RUNNING.value,
-            running_tokens=_RUNNING_TOKENS.value,
-            burst=_BURST.value,
-            prompt_tokens=_PROMPT.value,
-            output_tokens=_OUTPUT.value,
-            begin=_EVERY.value,
-            every=_EVERY.value,
-            seed=SEED.value,
-        )
-        row, requests, interrupted = run_bursts(system, workload, window, cap)
+        row, requests, interrupted = run_bursts(system, load, window, cap)
         result.add_requests([{"max_admissions": cap, **m.without_chunks()} for m in requests])
         if interrupted:
             raise KeyboardInterrupt
@@ -135,12 +125,23 @@ def run_caps(result: Result, system: System) -> None:
         ]
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     if _SECONDS.value <= _EVERY.value:
-        raise app.UsageError(f"--seconds={_SECONDS.value}: must be more than --every={_EVERY.value}")
-    system, sections = make_system(), _SECTIONS.value
+        raise ValueError(f"--seconds={_SECONDS.value}: must be more than --every={_EVERY.value}")
+    sections = _SECTIONS.value
+    load = BurstLoad(
+        running=_RUNNING.value,
+        running_tokens=_RUNNING_TOKENS.value,
+        burst=_BURST.value,
+        prompt_tokens=_PROMPT.value,
+        output_tokens=_OUTPUT.value,
+        begin=_EVERY.value,
+        every=_EVERY.value,
+        seed=SEED.value,
+    )
+    if "bursts" in sections:
+        load.check(SLOTS.value * RANKS.value, MAX_MODEL_LEN.value)
+    system = make_system()
     control = {
         "stages": "list_based: an engine that keeps prompts as lists",
         "bursts": "running_alone: the same requests before the first burst",
@@ -154,7 +155,7 @@ def main(argv: list[str]) -> None:
         if "stages" in sections:
             run_stages(result)
         if "bursts" in sections:
-            run_caps(result, system)
+            run_caps(result, system, load)
         if "long_prompt" in sections:
             for share in _SHARES:
                 result.add_row("long_prompt", beside_long_prompt(_LONG.value, _CHATS.value, *share))
@@ -173,4 +174,4 @@ _SHOWN = {
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

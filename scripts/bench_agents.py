@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from absl import app, flags
+import command_line
+from absl import flags
 from bench_system import EXECUTOR, MAX_MODEL_LEN, RANKS, SEED, SLOTS, make_system, system_ceiling, system_conditions
 
 from dsv4jax.bench.agents import AgentParameters, generate_sessions, read_parameters, trace_statistics
@@ -46,7 +47,7 @@ from dsv4jax.bench.sessions import FIRST_MARKERS, SessionWorkload
 from dsv4jax.bench.system import PAGE
 from dsv4jax.bench.trace_file import Session, read_trace, write_trace
 
-_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
+_REPORT = command_line.report_flag()
 _PARAMETERS = flags.DEFINE_string(
     "parameters", None, "JSON file with parameters of the generator that are not default."
 )
@@ -297,8 +298,7 @@ def run(server: Server, sessions: Sessions, number: int, result: Result) -> None
     result.add_rows("contexts", context_rows(found.measurements, window))
 
 
-def main(argv: Sequence[str]) -> None:
-    del argv
+def main() -> None:
     check_flags()
     parameters = read_parameters(_PARAMETERS.value) if _PARAMETERS.value else AgentParameters()
     if _WRITE_TRACE.value:
@@ -336,4 +336,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

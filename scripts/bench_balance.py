@@ -17,9 +17,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import command_line
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
 from dsv4jax.balance.balancer import BalanceConfig
@@ -30,7 +31,7 @@ from dsv4jax.bench.page import reported
 from dsv4jax.bench.plots import Axis, Plot
 from dsv4jax.bench.result import Result, text_table
 from dsv4jax.config import ModelConfig
-from sharding.placement import chosen_slots, initial_owners, placement_from_owners
+from sharding.placement import check_slots, chosen_slots, initial_owners, placement_from_owners
 
 _RANKS = flags.DEFINE_integer("ranks", 32, "Ranks that share the experts.", lower_bound=1)
 _NODES = flags.DEFINE_integer("nodes", 1, "Nodes that the ranks are spread over.", lower_bound=1)
@@ -44,7 +45,7 @@ _DRIFT = flags.DEFINE_float("drift", 0.5, "Spread of the logarithm of a topic's 
 _DRIFT_TIME = flags.DEFINE_integer("drift_time", 2000, "Steps in which arrivals forget what they were.", lower_bound=1)
 _LIFETIME = flags.DEFINE_integer("lifetime", 300, "Steps that a request takes on average.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the workload.")
-_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
+_REPORT = command_line.report_flag()
 
 _TOPICS = 64
 _RESOLUTION = 1 << 16  # of the probability of an expert
@@ -168,7 +169,7 @@ def _evenness(by_rank: np.ndarray) -> np.ndarray:
     return by_rank.mean(1) / by_rank.max(1)
 
 
-def main(_argv: list[str]) -> None:
+def main() -> None:
     cfg, model, ranks = BalanceConfig(), ModelConfig(), _RANKS.value
     solver = Solver(ranks, _NODES.value)
     draft = dict(layers=model.num_nextn_predict_layers, experts=model.dspark_n_routed_experts,
@@ -179,6 +180,9 @@ def main(_argv: list[str]) -> None:
               model.dspark_block_size + 1, _SLOTS.value, spread=1.6, topic_spread=0.6),
         *(Stack(f"draft, {n} slots", slots_per_rank=n, **draft) for n in _DRAFT_SLOTS.value),
     ]  # fmt: skip
+    for flag, stack in zip((_SLOTS, *[_DRAFT_SLOTS] * len(_DRAFT_SLOTS.value)), stacks, strict=True):
+        with command_line.about(flag):
+            check_slots(stack.experts, ranks, stack.slots_per_rank)
     requests = ranks * _REQUESTS.value
     rng = np.random.default_rng(_SEED.value)
     topics = topics_over_time(
@@ -261,4 +265,4 @@ def verdict(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import app, flags
+import command_line
+from absl import flags
 from bench_system import EXECUTOR, RANKS, acceptance, make_system, system_ceiling, system_conditions
 
 from dsv4jax.bench.host_cost import host_cost
@@ -20,7 +21,7 @@ from dsv4jax.bench.host_gap import decode_gap, decode_length
 from dsv4jax.bench.page import reported
 from dsv4jax.bench.plots import Axis, Plot
 from dsv4jax.bench.result import Result, text_table
-from dsv4jax.bench.steps import sizes_of, use_compilation_cache
+from dsv4jax.bench.steps import use_compilation_cache
 
 _SECTIONS = flags.DEFINE_multi_enum("sections", ["gap"], ["gap", "host"], "What to measure; may be repeated.")
 _POINTS = flags.DEFINE_list("points", ["8x1024"], "Requests per rank x context, of section gap.")
@@ -36,8 +37,8 @@ _ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of a measurement, of whose t
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Measurements of each point.", 1)
 _HOST = flags.DEFINE_multi_integer("host_requests", [1, 64, 256, 1024], "Running requests of section host.", 1)
 _LONG = flags.DEFINE_integer("long_prompt", 0, "Tokens of one of these requests; 0 for as few as the others have.", 0)
-_CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
-_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
+_CACHE = command_line.compile_cache_flag()
+_REPORT = command_line.report_flag()
 _OWN = (_SECTIONS, _POINTS, _STEPS, _SKEW, _ROUNDS, _REPEATS, _HOST, _LONG)
 
 flags.set_default(EXECUTOR, "model")
@@ -69,9 +70,8 @@ _PLOTS = [
 ]
 
 
-def run_gap(result: Result) -> None:
+def run_gap(result: Result, points: Sequence[tuple[int, int]]) -> None:
     """Every point, on one system with a program for each."""
-    points = [point for text in _POINTS.value for point in sizes_of("points", text, (2,))]
     steps, drafts = _STEPS.value, len(acceptance())
     lengths = tuple(decode_length(context, steps, drafts, _SKEW.value) for _, context in points)
     sizes = dict(
@@ -119,16 +119,17 @@ _NAMES = {
 }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     use_compilation_cache(_CACHE.value)
     sections = _SECTIONS.value
+    points = [point for text in _POINTS.value for point in command_line.sizes_of("points", text, (2,))]
+    if _SKEW.value and RANKS.value == 1:
+        raise ValueError(f"--skew={_SKEW.value}: must be 0 with --ranks=1")
     plots = [plot for plot in _PLOTS if plot.table in sections]
     made = Result("decode", system_conditions(None, _OWN), keys=_KEYS, plots=plots)
     with reported(_REPORT.value, made) as result:
         if "gap" in sections:
-            run_gap(result)
+            run_gap(result, points)
         if "host" in sections:
             for requests in _HOST.value:
                 for row in host_cost(requests, RANKS.value, _REPEATS.value, long_prompt=_LONG.value):
@@ -139,4 +140,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

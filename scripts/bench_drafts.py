@@ -27,9 +27,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import command_line
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from dsv4jax.bench.conditions import conditions, flag_values
 from dsv4jax.bench.draft_rates import MeasuredTimes, device_rates, simulated_rates
@@ -61,9 +62,7 @@ _LAYERS = flags.DEFINE_integer("layers", 40, "Layers of the reduced released con
 _MODEL = flags.DEFINE_string("model", None, "Directory with the config.json of another model, in place of these sizes.")
 _RANKS = flags.DEFINE_integer("ranks", 8, "Ranks of which the device emulates one.", lower_bound=1)
 _ENGRAM = flags.DEFINE_integer("engram_vocab_size", 100_000, "Where the prime search for the Engram tables starts.")
-_IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
-)
+_IMPLEMENTATION = command_line.implementation_flag()
 _ENGINE = flags.DEFINE_multi_integer("engine_requests", [], "Also the host gap of an engine with so many requests.")
 _STEPS = flags.DEFINE_integer("engine_steps", 60, "Steps of the engine that are timed.", lower_bound=2)
 _RATES = flags.DEFINE_list("rate_requests", None, "Also tokens per second through an engine of so many requests.")
@@ -81,19 +80,35 @@ _COST_NOISE = flags.DEFINE_float(
     0.0,
 )
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Timed steps per point.", lower_bound=1)
-_CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
-_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
+_CACHE = command_line.compile_cache_flag()
+_REPORT = command_line.report_flag()
 
 
-def numbers(name: str, values: list[str], least: float, most: float) -> list[float]:
-    """The numbers of a flag, each within bounds."""
-    try:
-        found = [float(value) for value in values]
-    except ValueError:
-        found = []
-    if not found or any(not least <= number <= most for number in found):
-        raise app.UsageError(f"--{name}={','.join(values)}: must be numbers from {least:g} to {most:g}")
-    return found
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """Fixed numbers of drafts, laws of acceptance and numbers of requests that the flags ask for."""
+
+    fixed: tuple[int, ...]
+    laws: list[np.ndarray]
+    requests: list[int]
+    rate_requests: list[int]
+
+
+def asked_for(cfg: ModelConfig) -> Asked:
+    """What the flags ask for.
+
+    Raises:
+      ValueError: it is not possible, by the flag's name.
+    """
+    numbers = command_line.numbers
+    fixed = tuple(sorted(set(numbers("fixed", _FIXED.value, 1, cfg.dspark_block_size))))
+    laws = [np.float32(numbers("acceptance", text.split(","), 0, 1, float)) for text in _ACCEPTANCE.value]
+    for text, law in zip(_ACCEPTANCE.value, laws, strict=True):
+        if len(law) < max(fixed):
+            raise ValueError(f"--acceptance={text}: every law must be for {max(fixed)} drafts")
+    requests = numbers("requests", _REQUESTS.value, 1, 4096)
+    rate_requests = [] if _RATES.value is None else numbers("rate_requests", _RATES.value, 1, 4096)
+    return Asked(fixed, [law[: max(fixed)] for law in laws], requests, rate_requests)
 
 
 def measure_load(
@@ -161,14 +176,12 @@ def measure_load(
         result.add_rows("reliability", [{**told, **row} for row in reliability(run.statistics)])
 
 
-def measure_rates(result: Result, laws: list[np.ndarray], rates: Callable[..., list[dict[str, Any]]]) -> None:
+def measure_rates(result: Result, asked: Asked, rates: Callable[..., list[dict[str, Any]]]) -> None:
     """Rows of tokens per second through an engine; `rates` takes the requests and the law."""
-    if _RATES.value is None:
-        return
-    for requests in numbers("rate_requests", _RATES.value, 1, 4096):
-        for law in laws:
-            names = {"requests": int(requests), "law": " ".join(f"{p:g}" for p in law)}
-            rows = caught(lambda requests=int(requests), law=law: rates(requests=requests, law=law))
+    for requests in asked.rate_requests:
+        for law in asked.laws:
+            names = {"requests": requests, "law": " ".join(f"{p:g}" for p in law)}
+            rows = caught(lambda requests=requests, law=law: rates(requests=requests, law=law))
             if isinstance(rows, Exception):
                 rows = [{"error": f"{type(rows).__name__}: {rows}"}]
             result.add_rows("rates", [{**names, **row} for row in rows])
@@ -234,42 +247,25 @@ def empty_result(given: dict[str, Any]) -> Result:
     )  # fmt: skip
 
 
-def sizes(cfg: ModelConfig) -> tuple[tuple[int, ...], list[np.ndarray], list[int]]:
-    """Fixed numbers of drafts, laws of acceptance and numbers of requests that the flags ask for."""
-    fixed = tuple(sorted({int(k) for k in numbers("fixed", _FIXED.value, 1, cfg.dspark_block_size)}))
-    laws = [np.float32(numbers("acceptance", text.split(","), 0, 1)) for text in _ACCEPTANCE.value]
-    if any(len(law) < max(fixed) for law in laws):
-        raise app.UsageError(f"--acceptance={_ACCEPTANCE.value}: every law must be for {max(fixed)} drafts")
-    requests = [int(n) for n in numbers("requests", _REQUESTS.value, 1, 4096)]
-    return fixed, [law[: max(fixed)] for law in laws], requests
-
-
 def simulate() -> None:
     """Rates with the times of an earlier run."""
-    fixed, laws, _ = sizes(ModelConfig())
+    asked = asked_for(ModelConfig())
     times = MeasuredTimes.from_rows(load(_SIMULATE.value).rows.get("steps", []))
     given = conditions(
         model="none: times of steps as measured", layout="one rank", flags=flag_values(globals()), seed=0
     )
     options = {"steps": _RATE_STEPS.value, "spread": _SPREAD.value, "noise": _COST_NOISE.value}
     with reported(_REPORT.value, empty_result(given)) as result:
-        measure_rates(result, laws, functools.partial(simulated_rates, times, fixed=fixed, **options))
+        measure_rates(result, asked, functools.partial(simulated_rates, times, fixed=asked.fixed, **options))
         conclude(result)
 
 
-def run(
-    result: Result,
-    cfg: ModelConfig,
-    numerics: Numerics,
-    layout: Layout,
-    fixed: tuple[int, ...],
-    laws: list[np.ndarray],
-    requests_of_the_rank: list[int],
-) -> None:
+def run(result: Result, cfg: ModelConfig, numerics: Numerics, layout: Layout, asked: Asked) -> None:
     """Compiles everything, then measures one number of requests after the other."""
+    fixed, laws = asked.fixed, asked.laws
     cases = [
         DraftCase(cfg, numerics, layout, n, _CONTEXT.value, fixed, _NOISE.value, _TEMPERATURE.value, _REPEATS.value)
-        for n in requests_of_the_rank
+        for n in asked.requests
     ]
     begin = time.perf_counter()
     params = jax.block_until_ready(random_params(cfg, numerics, layout))
@@ -283,7 +279,7 @@ def run(
     for case in cases:
         measure_load(result, case, {way: programs[case.requests, way] for way in case.ways}, params, laws)
     on_device = functools.partial(device_rates, params, cfg, numerics, layout, fixed=fixed, steps=_RATE_STEPS.value)
-    measure_rates(result, laws, on_device)
+    measure_rates(result, asked, on_device)
     for requests in _ENGINE.value:
         for drafts in (0, max(fixed)):
             law = laws[0][:drafts] if drafts else None
@@ -294,9 +290,7 @@ def run(
             result.attempt("engine", {}, measure)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     if _SIMULATE.value:
         simulate()
         return
@@ -305,7 +299,7 @@ def main(argv: list[str]) -> None:
         cfg = ModelConfig.from_checkpoint(_MODEL.value)
     else:
         cfg = reduced_config(_LAYERS.value, engram_vocab_size=_ENGRAM.value)
-    asked = sizes(cfg)
+    asked = asked_for(cfg)
     numerics, why = with_implementation(FAST, _IMPLEMENTATION.value, cfg, PAGE)
     given = conditions(
         model=_MODEL.value or f"released widths, {cfg.num_hidden_layers} layers",
@@ -322,7 +316,7 @@ def main(argv: list[str]) -> None:
     )
     print(f"{numerics.implementation}{f' ({why})' if why else ''}, one rank of {_RANKS.value}", flush=True)
     with reported(_REPORT.value, empty_result(given)) as result:
-        run(result, cfg, numerics, emulated_rank(_RANKS.value), *asked)
+        run(result, cfg, numerics, emulated_rank(_RANKS.value), asked)
         conclude(result)
 
 
@@ -338,4 +332,4 @@ def conclude(result: Result) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

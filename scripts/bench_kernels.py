@@ -11,8 +11,9 @@ import importlib
 import importlib.util
 import pkgutil
 
+import command_line
 import jax
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
 import pallas_kernels
@@ -24,7 +25,7 @@ from pallas_kernels.timing import Case, ceilings, device_microseconds
 
 _ONLY = flags.DEFINE_multi_string("only", [], "Operations (folders of pallas_kernels); all by default.")
 _LAUNCHES = flags.DEFINE_integer("launches", 12, "Timed calls per case.", lower_bound=1)
-_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
+_REPORT = command_line.report_flag()
 
 
 def cases() -> list[Case]:
@@ -34,19 +35,18 @@ def cases() -> list[Case]:
         for info in pkgutil.iter_modules(pallas_kernels.__path__)
         if info.ispkg and importlib.util.find_spec(f"pallas_kernels.{info.name}.benchmark")
     ]
-    unknown = set(_ONLY.value) - set(known)
-    if unknown:
-        raise app.UsageError(f"--only={sorted(unknown)[0]}: must be one of {', '.join(known)}")
+    for name in _ONLY.value:
+        if name not in known:
+            raise ValueError(f"--only={name}: must be one of {', '.join(known)}")
     chosen = [name for name in known if not _ONLY.value or name in _ONLY.value]
     return [case for name in chosen for case in importlib.import_module(f"pallas_kernels.{name}.benchmark").cases()]
 
 
-def main(_) -> None:
+def main() -> None:
     if jax.default_backend() != "gpu":
-        raise app.UsageError(f"the default device is {jax.default_backend()}: kernels are timed on a GPU")
-    limits = ceilings()
+        raise ValueError(f"the default device is {jax.default_backend()}: kernels are timed on a GPU")
+    chosen, limits = cases(), ceilings()
     print(", ".join(f"{name} {value / 1e12:.2f} T/s" for name, value in limits.items()), flush=True)
-    chosen = cases()
     given = conditions(
         model="kernels at the released shapes",
         layout="one device",
@@ -77,4 +77,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

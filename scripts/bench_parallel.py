@@ -16,9 +16,10 @@ import functools
 import time
 from typing import Any
 
+import command_line
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from dsv4jax.balance.metrics import uniform_balancedness
 from dsv4jax.bench.conditions import conditions, flag_values
@@ -35,7 +36,6 @@ from dsv4jax.bench.steps import (
     decode_case,
     prefill_case,
     profile_step,
-    sizes_of,
     time_step,
     use_compilation_cache,
 )
@@ -52,14 +52,12 @@ from sharding.layout import EXCHANGES
 _SECTIONS = flags.DEFINE_multi_enum(
     "sections", ["exchange", "steps", "engine"], ["exchange", "steps", "engine"], "What to measure; may be repeated."
 )
-_DEVICES = flags.DEFINE_integer("devices", None, "Devices to use. Default: all there are.", lower_bound=2)
+_DEVICES = flags.DEFINE_integer("devices", None, "Devices to use, at least 2. Default: all there are.")
 _LAYERS = flags.DEFINE_integer("layers", 6, "Layers of the reduced released configuration, 6 to 40.")
 _MODEL = flags.DEFINE_string("model", None, "Directory with the config.json of another model, in place of these sizes.")
 _EXPERTS = flags.DEFINE_integer("experts", 384, "Routed experts per layer, of all ranks together.")
 _ENGRAM = flags.DEFINE_integer("engram_vocab_size", 100_000, "Where the prime search for the Engram tables starts.")
-_IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
-)
+_IMPLEMENTATION = command_line.implementation_flag()
 _EXCHANGES = flags.DEFINE_multi_enum(
     "exchanges", ["gather", "all_to_all"], EXCHANGES, "Ways of exchange to time alone; the first is that of the steps."
 )
@@ -74,8 +72,8 @@ _PROFILE = flags.DEFINE_bool("profile", False, "Also the time of dispatch and co
 _REQUESTS = flags.DEFINE_multi_integer("engine_requests", [16], "Requests per rank in the engine.")
 _STEPS = flags.DEFINE_integer("engine_steps", 60, "Steps of the engine that are timed.", lower_bound=2)
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls per point.", lower_bound=1)
-_CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
-_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
+_CACHE = command_line.compile_cache_flag()
+_REPORT = command_line.report_flag()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,12 +104,12 @@ def placed_steps(cfg: ModelConfig, layout: Layout) -> list[PlacedStep]:
     ranks, alone, together = layout.ranks, [], []
     for routing in _ROUTING.value:
         for text in _DECODE.value:
-            for requests, *rest in sizes_of("decode", text, (3,)):
+            for requests, *rest in command_line.sizes_of("decode", text, (3,)):
                 cases = [decode_case(cfg, n, *rest) for n in (requests, ranks * requests)]
                 alone += [PlacedStep(case, SINGLE, routing) for case in cases]
                 together.append(PlacedStep(decode_case(cfg, requests, *rest, ranks), layout, routing))
         for text in _PREFILL.value:
-            for (tokens,) in sizes_of("prefill", text, (1,)):
+            for (tokens,) in command_line.sizes_of("prefill", text, (1,)):
                 cases = [prefill_case(cfg, n, 0, "exact") for n in (tokens, ranks * tokens)]
                 alone += [PlacedStep(case, SINGLE, routing) for case in cases]
                 together.append(PlacedStep(prefill_case(cfg, tokens, 0, "exact", ranks), layout, routing))
@@ -153,11 +151,9 @@ def measure_step(
     return row
 
 
-def run(result: Result, cfg: ModelConfig, numerics: Numerics, layout: Layout) -> None:
+def run(result: Result, steps: list[PlacedStep], cfg: ModelConfig, numerics: Numerics, layout: Layout) -> None:
     """All sections, compiled together."""
     sections, kind = _SECTIONS.value, _EXCHANGES.value[0]
-    layout = dataclasses.replace(layout, exchange=kind)
-    steps = placed_steps(cfg, layout) if "steps" in sections else []
     exchanges: list[ExchangeCase] = []
     if "exchange" in sections:
         together = {step.case.shape.tokens for step in steps if step.layout.ranks > 1}
@@ -289,13 +285,12 @@ def routing_verdicts(steps: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     use_compilation_cache(_CACHE.value)
-    layout = decode_dep(_DEVICES.value or len(jax.devices()))
-    if layout.devices < 2:
-        raise app.UsageError(f"--devices={layout.devices}: must be at least 2")
+    devices, most = _DEVICES.value or len(jax.devices()), len(jax.devices())
+    if not 2 <= devices <= most:
+        raise ValueError(f"--devices={devices}: must be from 2 to {most}, the devices there are")
+    layout = dataclasses.replace(decode_dep(devices), exchange=_EXCHANGES.value[0])
     if _MODEL.value:
         cfg = ModelConfig.from_checkpoint(_MODEL.value)
     else:
@@ -306,6 +301,7 @@ def main(argv: list[str]) -> None:
             dspark_n_routed_experts=8 * layout.devices,
         )
     numerics, why = with_implementation(FAST, _IMPLEMENTATION.value, cfg, PAGE)
+    steps = placed_steps(cfg, layout) if "steps" in _SECTIONS.value else []
     given = conditions(
         model=_MODEL.value or f"released widths, {cfg.num_hidden_layers} layers, {cfg.n_routed_experts} experts",
         layout=f"{layout.devices} ranks, one per device",
@@ -319,7 +315,7 @@ def main(argv: list[str]) -> None:
     )
     print(f"{numerics.implementation}{f' ({why})' if why else ''}, {layout.devices} devices", flush=True)
     with reported(_REPORT.value, empty_result(given)) as result:
-        run(result, cfg, numerics, layout)
+        run(result, steps, cfg, numerics, layout)
         for section in ("links", "exchange", "steps", "engine"):
             if section in result.rows:
                 print(f"\n{section}\n{text_table(result.rows[section])}")
@@ -327,4 +323,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -11,10 +11,10 @@ import functools
 import statistics
 from collections.abc import Callable, Sequence
 
+import command_line
 import jax
 import numpy as np
 import torch
-from absl import app, flags
 
 from dsv4jax.bench.conditions import conditions, flag_values
 from dsv4jax.bench.page import reported
@@ -27,7 +27,7 @@ from pallas_kernels.topk import benchmark as topk
 from pallas_kernels.topk.arg_specs import SHAPES
 from pallas_kernels.topk.arg_specs import K as KEPT
 
-_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
+_REPORT = command_line.report_flag()
 
 LAUNCHES = 12
 
@@ -105,11 +105,9 @@ def humming_gate_up(tokens: int, activations: str) -> float:
     return statistics.median(times[2:])
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     if jax.default_backend() != "gpu":
-        raise app.UsageError(f"the default device is {jax.default_backend()}: kernels are timed on a GPU")
+        raise ValueError(f"the default device is {jax.default_backend()}: kernels are timed on a GPU")
     comparisons = [
         (
             case,
@@ -156,4 +154,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -12,8 +12,9 @@ the last three are policies of the scheduler on the virtual clock.
 import functools
 import itertools
 
-from absl import app, flags
-from bench_system import RANKS, SEED, make_system, system_ceiling, system_conditions
+import command_line
+from absl import flags
+from bench_system import MAX_MODEL_LEN, RANKS, SEED, SLOTS, make_system, system_ceiling, system_conditions
 
 from dsv4jax.bench.counting import Window
 from dsv4jax.bench.page import reported
@@ -29,20 +30,20 @@ _SECTIONS = flags.DEFINE_multi_enum(
     ["lag", "slow_rank", "placement", "chunks", "traffic"],
     "What to measure; may be repeated.",
 )
-_LAG = flags.DEFINE_multi_float("lag", [5.0], "Seconds by which each rank begins later than the one before.")
+_LAG = flags.DEFINE_multi_float("lag", [5.0], "Seconds by which each rank begins later than the one before.", 0.0)
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "Seconds of a run, on the executor's clock.", 0.1)
 _WARM_UP = flags.DEFINE_float("warm_up", 10.0, "Seconds of it that do not count, after the last rank began.", 0.0)
 _REQUESTS = flags.DEFINE_integer("requests", 8, "Requests of a rank at the same time.", 1)
 _PROMPT = flags.DEFINE_integer("prompt_tokens", 4000, "Tokens of a prompt, on average.", 1)
 _OUTPUT = flags.DEFINE_integer("output_tokens", 400, "Tokens that a request generates, on average.", 1)
 _REPEATS = flags.DEFINE_integer("repeats", 1, "Runs of each point, each with other requests.", 1)
-_DELAYS = flags.DEFINE_multi_float("delay_ms", [1.0, 3.0, 10.0], "Milliseconds by which a host is late.")
+_DELAYS = flags.DEFINE_multi_float("delay_ms", [1.0, 3.0, 10.0], "Milliseconds by which a host is late.", 0.0)
 _SLOW_SECONDS = flags.DEFINE_float("slow_seconds", 20.0, "As --seconds, of the runs with slow hosts.", 0.1)
 _EVERY = flags.DEFINE_integer("slow_every", 1, "A slow host is late with one step of so many.", 1)
 _LONG = flags.DEFINE_integer("long_prompt", 200_000, "Tokens of the long prompt of section chunks.", 1)
 _HOURS = flags.DEFINE_float("hours", 0.05, "Virtual hours of section traffic.", 0.0001)
 _RATE = flags.DEFINE_float("rate", 2.0, "Requests per virtual second of section traffic.", 0.01)
-_REPORT = flags.DEFINE_string("report", None, "Directory for result files and pages.")
+_REPORT = command_line.report_flag()
 _OWN = (
     _SECTIONS, _LAG, _SECONDS, _WARM_UP, _REQUESTS, _PROMPT, _OUTPUT, _REPEATS, _DELAYS, _SLOW_SECONDS, _EVERY, _LONG,
     _HOURS, _RATE,
@@ -176,12 +177,21 @@ def run_policies(result: Result) -> None:
         result.add_row("traffic", traffic(_HOURS.value * 3600, _RATE.value, ranks))
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def check_flags() -> None:
+    """Raises ValueError for what the sections cannot run."""
     sections = set(_SECTIONS.value)
     if RANKS.value < 2 and sections & {"lag", "slow_rank", "placement", "chunks"}:
-        raise app.UsageError(f"--ranks={RANKS.value}: must be at least 2")
+        raise ValueError(f"--ranks={RANKS.value}: must be at least 2")
+    for section, seconds, lag in (("lag", _SECONDS, max(_LAG.value)), ("slow_rank", _SLOW_SECONDS, 0.0)):
+        if section in sections:
+            load(seconds.value).check(SLOTS.value, MAX_MODEL_LEN.value)
+            with command_line.about(seconds):
+                load(seconds.value).window(lag, RANKS.value)
+
+
+def main() -> None:
+    check_flags()
+    sections = set(_SECTIONS.value)
     system = make_system()
     made = functools.partial(Result, conditions=system_conditions(system, _OWN), ceiling=system_ceiling())
     if sections - {"slow_rank"}:
@@ -216,4 +226,4 @@ _SHOWN = {
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -12,11 +12,10 @@ routing costs in time is measured by `bench_parallel.py`.
 
 import dataclasses
 import functools
-import importlib.resources
-from pathlib import Path
 
+import command_line
 import jax
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
 from dsv4jax.balance.solver import Solver
@@ -49,32 +48,29 @@ _DRAFTS = flags.DEFINE_integer("drafts", None, "Drafts that each request verifie
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of the requests: greedy ones may repeat themselves.", 0.0)
 _RECORDED = flags.DEFINE_integer("recorded", 16, "Steps by which experts are placed.", 1)
 _JUDGED = flags.DEFINE_integer("judged", 16, "Steps after these that are judged.", 1)
-_IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
-)
-_CACHE = flags.DEFINE_string("compile_cache", None, "Directory in which compiled programs are kept between runs.")
-_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
+_IMPLEMENTATION = command_line.implementation_flag()
+_CACHE = command_line.compile_cache_flag()
+_REPORT = command_line.report_flag()
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     use_compilation_cache(_CACHE.value)
-    path = Path(_MODEL.value or str(importlib.resources.files("dsv4jax") / "default_model"))
+    path = command_line.model_path(_MODEL.value)
     if _LAYERS.value:
         cfg = reduced_config(_LAYERS.value, engram_vocab_size=100_000)
     else:
         cfg = ModelConfig.from_checkpoint(path)
     drafts = _DRAFTS.value or cfg.dspark_block_size
     if drafts > cfg.dspark_block_size:
-        raise app.UsageError(f"--drafts={drafts}: must be from 1 to {cfg.dspark_block_size}")
+        raise ValueError(f"--drafts={drafts}: must be from 1 to {cfg.dspark_block_size}")
     stacks = {
         "target": (cfg.n_routed_experts, cfg.num_experts_per_tok, _SLOTS.value),
         "draft": (cfg.dspark_n_routed_experts, cfg.dspark_num_experts_per_tok, _DRAFT_SLOTS.value),
     }
     slots = {name: given or -(-experts // _RANKS.value) + 1 for name, (experts, _, given) in stacks.items()}
-    for name, (experts, _, _) in stacks.items():
-        check_slots(experts, _RANKS.value, slots[name])
+    for flag, (name, (experts, _, _)) in zip((_SLOTS, _DRAFT_SLOTS), stacks.items(), strict=True):
+        with command_line.about(flag):
+            check_slots(experts, _RANKS.value, slots[name])
     numerics, _ = with_implementation(FAST, _IMPLEMENTATION.value, cfg, PAGE)
     if _LAYERS.value:
         params = random_params(cfg, numerics)
@@ -131,4 +127,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -9,7 +9,6 @@ needs no checkpoint. Every measurement is a process of its own, told apart by ph
 files but Python's own out of the page cache before; rates of plain reads of the weights are the ceiling.
 """
 
-import importlib.resources
 import json
 import os
 import shutil
@@ -20,10 +19,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import command_line
 import jax
 import numpy as np
-from absl import app, flags, logging
-from engine_flags import RANKS, check_sizes, make_shape
+from absl import flags, logging
+from engine_flags import RANKS, Sizes, check_sizes, make_shape
 from executables import use_virtual_devices
 
 from dsv4jax.bench.conditions import conditions, flag_values
@@ -48,7 +48,7 @@ _DIRECTORY = flags.DEFINE_string(
 _KEEP = flags.DEFINE_bool("keep", False, "Keep it, and use it if it is there.")
 _REPEATS = flags.DEFINE_integer("repeats", 1, "Processes per measurement; all are reported.", 1)
 _SKIP = flags.DEFINE_multi_string("skip", [], "Measurements to leave out, such as 'compiled, checkpoint, cold'.")
-_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
+_REPORT = command_line.report_flag()
 _WORKER = flags.DEFINE_string("worker", None, "Internal: what this process is to measure.")
 _SPAWNED = flags.DEFINE_float("spawned", 0.0, "Internal: when it was started.")
 
@@ -57,7 +57,7 @@ _CHUNK = 16 << 20
 
 
 def _model() -> Path:
-    return Path(_MODEL.value or str(importlib.resources.files("dsv4jax") / "default_model"))
+    return command_line.model_path(_MODEL.value)
 
 
 def _exported() -> Path:
@@ -68,16 +68,22 @@ def _flags() -> str:
     return os.environ.get("XLA_FLAGS", "")
 
 
+def _sizes() -> tuple[ModelConfig, Sizes]:
+    if _LAYERS.value:
+        cfg = reduced_config(_LAYERS.value, n_routed_experts=_EXPERTS.value, engram_vocab_size=1000)
+    else:
+        cfg = ModelConfig.from_checkpoint(_model())
+    return cfg, check_sizes(cfg, embedded=not (_LAYERS.value or _MODEL.value))
+
+
 def _export() -> None:
     """Compiles and writes programs and weights."""
     use_virtual_devices(RANKS.value)
-    layers = _LAYERS.value
-    if layers:
-        cfg = reduced_config(layers, n_routed_experts=_EXPERTS.value, engram_vocab_size=1000)
-    else:
-        cfg = ModelConfig.from_checkpoint(_model())
-    shape = make_shape(cfg, check_sizes(cfg, embedded=not (layers or _MODEL.value)))
-    params = random_params(cfg, shape.numerics) if layers else load_engine_params(_model(), cfg, shape, shape.layout)
+    cfg, sizes = _sizes()
+    shape = make_shape(cfg, sizes)
+    params = (
+        random_params(cfg, shape.numerics) if _LAYERS.value else load_engine_params(_model(), cfg, shape, shape.layout)
+    )
     jax.block_until_ready(params)
     begin = time.time()
     programs = Programs(cfg, shape.cache, shape.buckets, shape.numerics, shape.layout, **shape.slots_of_experts)
@@ -240,15 +246,14 @@ def _run(result: Result) -> None:
                     print(f"{name:32}" + "".join(f"{value:13.2f}" for value in seconds), flush=True)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     logging.set_verbosity(logging.WARNING)
     if _WORKER.value == "export":
         _export()
     elif _WORKER.value:
         _measure(*_WORKER.value.split())
     else:
+        _sizes()  # finds wrong flags before any process starts
         exported = None
         if not (_KEEP.value and _exported().exists()):
             shutil.rmtree(_exported(), ignore_errors=True)
@@ -263,4 +268,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

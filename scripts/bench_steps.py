@@ -20,9 +20,10 @@ import statistics
 import time
 from typing import Any
 
+import command_line
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
 from dsv4jax.batch import (
@@ -53,7 +54,6 @@ from dsv4jax.bench.steps import (
     decode_case,
     prefill_case,
     profile_step,
-    sizes_of,
     time_step,
 )
 from dsv4jax.bench.trace import Profile
@@ -90,15 +90,13 @@ _PROMPTS = flags.DEFINE_list(
     " several chunks like 8192/2048, the others with all.",
 )
 _NUMERICS = flags.DEFINE_enum("numerics", "reference", ["reference", "fast"], "Where to round.")
-_IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
-)
+_IMPLEMENTATION = command_line.implementation_flag()
 _COMPARE = flags.DEFINE_bool("compare", False, "Also compare prefill + decode with the whole-sequence run.")
 _CHECK_FLAGS = flags.DEFINE_bool("check_flags", False, "Only compare outputs and times under step_flags.VARIANTS.")
 _PROFILE = flags.DEFINE_bool("profile", False, "Also the time and kernels of every stage.")
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Timed calls per point and round.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Passes over all points, whose spread is reported.", lower_bound=1)
-_REPORT = flags.DEFINE_string("report", None, "Directory for the result files and their pages.")
+_REPORT = command_line.report_flag()
 
 
 def run_cases(result: Result, cases: list[StepCase], params: Params, cfg: ModelConfig, numerics: Numerics) -> None:
@@ -299,20 +297,24 @@ def measure(cfg: ModelConfig) -> None:
         FAST if _NUMERICS.value == "fast" else REFERENCE, _IMPLEMENTATION.value, cfg, PAGE
     )
     ranks = _RANKS.value
-    decode = [decode_case(cfg, *sizes, ranks) for text in _DECODE.value for sizes in sizes_of("decode", text, (3,))]
+    decode = [
+        decode_case(cfg, *sizes, ranks)
+        for text in _DECODE.value
+        for sizes in command_line.sizes_of("decode", text, (3,))
+    ]
     prefill = [
         prefill_case(cfg, tokens, sum(cached), replay, ranks)
         for text in _PREFILL.value
-        for tokens, *cached in sizes_of("prefill", text, (1, 2))
+        for tokens, *cached in command_line.sizes_of("prefill", text, (1, 2))
         for replay in _REPLAY.value
     ]
     prompts = []
     for text in _PROMPTS.value:
-        sizes = sizes_of("prompts", text, (3,), may_be_zero=(1,))
+        sizes = command_line.sizes_of("prompts", text, (3,), may_be_zero=(1,))
         for prompt in dict.fromkeys(one[:2] for one in sizes):
             prompts += prompt_cases(*prompt, [one[2] for one in sizes if one[:2] == prompt])
     if _COMPARE.value and ranks > 1:
-        raise app.UsageError(f"--compare with --ranks={ranks}: an emulated rank computes another model")
+        raise ValueError(f"--compare: must not be given with --ranks={ranks}, an emulated rank computes another model")
     begin = time.perf_counter()
     params = jax.block_until_ready(random_params(cfg, numerics, emulated_rank(ranks)))
     seconds = time.perf_counter() - begin
@@ -355,9 +357,7 @@ def measure(cfg: ModelConfig) -> None:
                 run_prompts(result, prompts, params, cfg, numerics)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     if _MODEL.value:
         cfg = ModelConfig.from_checkpoint(_MODEL.value)
     else:
@@ -371,4 +371,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

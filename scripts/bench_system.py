@@ -1,10 +1,9 @@
 """Flags that say what a benchmark measures: an engine on the simulated executor or on a model."""
 
-import importlib.resources
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import numpy as np
 from absl import flags
@@ -28,9 +27,7 @@ _HARDWARE = flags.DEFINE_string(
 )
 _MODEL = flags.DEFINE_string("model", None, "Checkpoint directory of --executor=model. Default: the embedded model.")
 _RANDOM = flags.DEFINE_bool("random_weights", False, "Weights are drawn: --model needs a config.json only.")
-_IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
-)
+_IMPLEMENTATION = command_line.implementation_flag()
 RANKS = flags.DEFINE_integer("ranks", 1, "Data-parallel ranks, one per device; on the CPU devices are virtual.", 1)
 SLOTS = flags.DEFINE_integer("slots", 16, "Requests that run at the same time on a rank.", 1)
 MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 16384, "Most tokens of prompt and output together.", 1)
@@ -70,7 +67,7 @@ def make_system(*, random_contents: bool = False, sizes: Mapping[str, Any] | Non
     if RANKS.value > 1:  # of use on the CPU only
         jax.config.update("jax_num_cpu_devices", RANKS.value)
     return load_system(
-        Path(_MODEL.value or str(importlib.resources.files("dsv4jax") / "default_model")),
+        command_line.model_path(_MODEL.value),
         all_sizes,
         _IMPLEMENTATION.value,
         random_weights=_RANDOM.value,
@@ -92,13 +89,8 @@ def acceptance() -> np.ndarray:
     Raises:
       ValueError: the flag holds something else than shares.
     """
-    try:
-        law = np.array([float(text) for text in _ACCEPTANCE.value], np.float32)
-    except ValueError:
-        law = np.array([np.nan])
-    if not ((law >= 0) & (law <= 1)).all():
-        raise ValueError(f"--acceptance={','.join(_ACCEPTANCE.value)}: must be numbers from 0 to 1")
-    return law
+    texts = _ACCEPTANCE.value
+    return np.array(command_line.numbers("acceptance", texts, 0, 1, float) if texts else [], np.float32)
 
 
 def system_ceiling() -> dict[str, Any]:

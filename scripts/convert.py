@@ -4,9 +4,8 @@ python scripts/convert.py --input checkpoint --output snapshot
 python scripts/convert.py --input snapshot --output checkpoint --to checkpoint
 """
 
-import sys
-
-from absl import app, flags, logging
+import command_line
+from absl import flags, logging
 
 from dsv4jax.checkpoint.snapshot import checkpoint_to_snapshot, snapshot_to_checkpoint
 
@@ -16,18 +15,13 @@ _TO = flags.DEFINE_enum("to", "snapshot", ["snapshot", "checkpoint"], "What to w
 _SHARD_BYTES = flags.DEFINE_integer("shard_bytes", 5 << 30, "Most tensor bytes in one safetensors file.", lower_bound=1)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     logging.set_verbosity(logging.WARNING)  # Orbax lists every array at INFO
-    try:
-        if _TO.value == "snapshot":
-            checkpoint_to_snapshot(_INPUT.value, _OUTPUT.value)
-        else:
-            snapshot_to_checkpoint(_INPUT.value, _OUTPUT.value, shard_bytes=_SHARD_BYTES.value)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    if _TO.value == "snapshot":
+        checkpoint_to_snapshot(_INPUT.value, _OUTPUT.value)
+    else:
+        snapshot_to_checkpoint(_INPUT.value, _OUTPUT.value, shard_bytes=_SHARD_BYTES.value)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -6,6 +6,7 @@ its cluster.
 
 import dataclasses
 
+import command_line
 import jax
 from absl import flags, logging
 
@@ -17,7 +18,7 @@ from dsv4jax.implementation import with_implementation
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
 from dsv4jax.quant import ceil_div
 from sharding import PRESETS, preset
-from sharding.placement import initial_owners
+from sharding.placement import check_slots
 
 _MAX_MODEL_LEN = flags.DEFINE_integer(
     "max_model_len", None, "Most tokens of prompt and output together. Default: the model's, at most 16384.", 1
@@ -55,9 +56,7 @@ _PREFILL_TOKENS = flags.DEFINE_list("prefill_tokens", None, "Sizes of prefill st
 _PREFILL_REQUESTS = flags.DEFINE_integer("prefill_requests", 4, "Most requests in a prefill step.", 1)
 _DECODE_REQUESTS = flags.DEFINE_list("decode_requests", None, "Sizes of decode steps in requests. Default: slots.")
 _NUMERICS = flags.DEFINE_enum("numerics", "reference", ["reference", "fast"], "Where to round.")
-_IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
-)
+_IMPLEMENTATION = command_line.implementation_flag()
 _REPLAY = flags.DEFINE_enum(
     "replay", "bounded", ["exact", "bounded"], "Decoder layers over prompts and window keys after a prefix hit."
 )
@@ -128,10 +127,8 @@ def check_sizes(cfg: ModelConfig, embedded: bool) -> Sizes:
         if flag.value is not None:
             if PRESET.value == "latency":
                 raise ValueError(f"--{flag.name}={flag.value}: must not be given with --preset=latency")
-            try:
-                initial_owners(1, experts, RANKS.value, flag.value)
-            except ValueError as error:
-                raise ValueError(f"--{flag.name}={flag.value}: {error}") from None
+            with command_line.about(flag):
+                check_slots(experts, RANKS.value, flag.value)
     return Sizes(length, sorted({*contexts, length}), prefill_tokens, decode_requests, drafts, fewer_drafts)
 
 
@@ -195,17 +192,7 @@ def make_shape(cfg: ModelConfig, sizes: Sizes) -> EngineShape:
 
 def _numbers(flag: flags.FlagHolder, default: list[int]) -> list[int]:
     """The flag's numbers, ascending; `default` if it is not given."""
-    if flag.value is None:
-        return default
-    if not flag.value:
-        raise ValueError(f"--{flag.name}=: must hold at least one number")
-    try:
-        sizes = sorted({int(text) for text in flag.value})
-    except ValueError:
-        raise ValueError(f"--{flag.name}={','.join(flag.value)}: must be whole numbers") from None
-    if sizes[0] < 1:
-        raise ValueError(f"--{flag.name}: {sizes[0]} must be at least 1")
-    return sizes
+    return default if flag.value is None else sorted(set(command_line.numbers(flag.name, flag.value)))
 
 
 def _numerics(cfg: ModelConfig) -> Numerics:

@@ -6,12 +6,10 @@ Every reply is held against the one wanted, token for token.
 """
 
 import functools
-import importlib.resources
-import sys
-from pathlib import Path
 
+import command_line
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from dsv4jax.checkpoint.load import load_params
 from dsv4jax.config import ModelConfig
@@ -33,21 +31,12 @@ _REPLY = 64
 """Room for a reply."""
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    try:
-        _run()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-
-
-def _run() -> None:
-    model = Path(_MODEL.value) if _MODEL.value else importlib.resources.files("dsv4jax") / "default_model"
+def main() -> None:
+    model = command_line.model_path(_MODEL.value)
     cfg, tokenizer = ModelConfig.from_checkpoint(model), Tokenizer.from_checkpoint(model)
+    lengths = command_line.numbers("lengths", _LENGTHS.value, _REPLY + 1)
     params = load_params(model, cfg)
     made = functools.partial(held_out_examples, seed=_SEED.value, number=_NUMBER.value)
-    lengths = [int(n) for n in _LENGTHS.value]
     examples = {name: made(name, budget=_SKILL_LENGTH) for name in _SKILLS.value}
     examples |= {f"look_up, {n}": made("look_up", budget=n - _REPLY) for n in lengths}
 
@@ -95,4 +84,4 @@ def _row(*cells: object) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -1,11 +1,11 @@
 """The flag --executables of the scripts that run exported steps, and what follows from it."""
 
 import contextlib
-import importlib.resources
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import command_line
 import jax
 from absl import flags
 
@@ -30,9 +30,7 @@ _ON_MISMATCH = flags.DEFINE_enum(
 
 def model_directory(model: str | None) -> Path:
     """Where configuration, tokenizer and weights are: --model, the exported directory, or the embedded model."""
-    if model or EXECUTABLES.value:
-        return Path(model or EXECUTABLES.value)
-    return Path(str(importlib.resources.files("dsv4jax") / "default_model"))
+    return command_line.model_path(model or EXECUTABLES.value)
 
 
 def check_flags(decided: Iterable[flags.FlagHolder]) -> int:

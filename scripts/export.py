@@ -8,13 +8,12 @@ python scripts/export.py --model /path/to/config --noweights --target cuda --dev
 """
 
 import contextlib
-import importlib.resources
 import os
-import sys
 import time
 from pathlib import Path
 
-from absl import app, flags, logging
+import command_line
+from absl import flags, logging
 from engine_flags import MEMORY_FRACTION, PAGES, RANKS, check_sizes, make_shape
 from executables import use_virtual_devices
 
@@ -39,7 +38,8 @@ _TARGET = flags.DEFINE_enum(
 _DEVICE_KIND = flags.DEFINE_string("device_kind", "NVIDIA H200", "With --target=cuda, the GPU.")
 
 
-def _run() -> None:
+def main() -> None:
+    logging.set_verbosity(logging.WARNING)
     begin = time.perf_counter()
     if _TARGET.value and _WEIGHTS.value:
         raise ValueError(f"--target={_TARGET.value}: needs --noweights, weights are packed on the devices themselves")
@@ -48,8 +48,7 @@ def _run() -> None:
     if _TARGET.value and PAGES.value is None:
         raise ValueError("--pages: must be given with --target, whose memory is not known here")
     use_virtual_devices(RANKS.value)
-    embedded = importlib.resources.files("dsv4jax") / "default_model"
-    model = Path(_MODEL.value or str(embedded))
+    model = command_line.model_path(_MODEL.value)
     cfg = ModelConfig.from_checkpoint(model)
     sizes = check_sizes(cfg, embedded=not _MODEL.value)
     target = (_TARGET.value, "cpu" if _TARGET.value == "cpu" else _DEVICE_KIND.value) if _TARGET.value else None
@@ -91,15 +90,5 @@ def _run() -> None:
     print(f"{_OUTPUT.value}: {size / 1e6:,.1f} MB in {time.perf_counter() - begin:.1f} s")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)
-    try:
-        _run()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-
-
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import command_line
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from executables import (
     EXECUTABLES,
     check_flags,
@@ -48,9 +49,7 @@ _TOP_P = flags.DEFINE_float("top_p", 1.0, "1 = off.")
 _MIN_P = flags.DEFINE_float("min_p", 0.0, "0 = off.")
 _SEED = flags.DEFINE_integer("seed", None, "Default: a new one every run.")
 _NUMERICS = flags.DEFINE_enum("numerics", "reference", ["reference", "fast"], "Where to round.")
-_IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation", None, ["reference", "pallas"], "Plain JAX or GPU kernels. Default: kernels where they can run."
-)
+_IMPLEMENTATION = command_line.implementation_flag()
 _REPLAY = flags.DEFINE_enum(
     "replay", "exact", ["exact", "bounded"], "Decoder layers over the prompt: all of it, or its end."
 )
@@ -132,7 +131,8 @@ def _messages(path: str) -> list:
     return messages
 
 
-def _run() -> None:
+def main() -> None:
+    logging.set_verbosity(logging.WARNING)
     texts, chats = _PROMPT.value, [[{"role": "user", "content": text}] for text in _CHAT.value]
     chats += [_messages(path) for path in _MESSAGES.value]
     if not texts and not chats:
@@ -251,15 +251,5 @@ def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens} tokens in {seconds:.2f} s" + (f" ({tokens / seconds:.1f} tokens/s)" if seconds else "")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)
-    try:
-        _run()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-
-
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

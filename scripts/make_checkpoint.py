@@ -7,12 +7,12 @@ Memory stays at one tensor. The size of Engram's compressed vocabulary is that o
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import command_line
 import numpy as np
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
 from dsv4jax.checkpoint.load import compressed_ids
@@ -58,17 +58,7 @@ def configuration(config: str, layers: int | None, engram_vocab_size: int | None
     return cfg
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    try:
-        write()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-
-
-def write() -> None:
-    """Writes the checkpoint that the flags describe."""
+def main() -> None:
     tokenizer = Path(_TOKENIZER.value)
     cfg = configuration(_CONFIG.value, _LAYERS.value, _ENGRAM.value, Tokenizer.from_file(tokenizer))
     plan = checkpoint_inventory(cfg)
@@ -88,4 +78,4 @@ def write() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

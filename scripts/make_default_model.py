@@ -11,7 +11,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from absl import app, flags
+import command_line
+from absl import flags
 
 from dsv4jax.checkpoint.random import random_tensor
 from dsv4jax.checkpoint.reduced_config import with_fitted_tables
@@ -72,9 +73,7 @@ def default_config(tokenizer: Tokenizer) -> ModelConfig:
     return with_fitted_tables(dataclasses.replace(cfg, pad_token_id=tokenizer.pad_id))
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     output = Path(_OUTPUT.value)
     cfg = default_config(Tokenizer.from_checkpoint(output))
     plan = checkpoint_inventory(cfg)
@@ -88,4 +87,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -7,8 +7,9 @@ The result is deterministic: the same text gives the same file, byte for byte.
 
 from pathlib import Path
 
+import command_line
 import tokenizers
-from absl import app, flags
+from absl import flags
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dsv4jax.tokenizer import BOS, EOS, PAD, Tokenizer
@@ -111,8 +112,7 @@ def _added(token: str, special: bool) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(token, normalized=False, special=special)
 
 
-def main(argv: list[str]) -> None:
-    del argv
+def main() -> None:
     serialized = train(Path(_TEXT.value).read_text(encoding="utf-8"), _MERGES.value)
     vocab_size = Tokenizer(serialized).vocab_size
     Path(_OUTPUT.value).write_text(serialized, encoding="utf-8")
@@ -120,4 +120,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -13,10 +13,10 @@ Prints deployments, best first; `docs/planner.md` says what the numbers rest on.
 
 import dataclasses
 import time
-from collections.abc import Sequence
 
+import command_line
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from dsv4jax.bench.agents import AgentParameters, read_parameters
 from dsv4jax.bench.calibrate import calibrate, calibration_errors
@@ -64,7 +64,7 @@ _SLOTS = flags.DEFINE_integer("slots", 16, "Its requests at a time, of a rank.",
 _PREFILL_TOKENS = flags.DEFINE_integer("prefill_tokens", 8192, "Most prompt tokens of its steps, of a rank.", 128)
 _AGENTS = flags.DEFINE_string("agents", None, "JSON file with parameters of its sessions that are not default.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of its sessions.", 0)
-_REPORT = flags.DEFINE_string("report", None, "Directory for the result file and its page.")
+_REPORT = command_line.report_flag()
 
 _KEYS = {"points": ("decode", "batch", "drafts"), "published": ("figure", "conditions"), "calibration": ("step",)}
 _PARETO = Plot(
@@ -80,25 +80,14 @@ _PARETO = Plot(
 _HIDDEN = ("prefill_limit", "computed_per_gpu", "cached_per_gpu", "decode_tokens_per_second")
 
 
-def whole_numbers(flag: flags.FlagHolder) -> tuple[int, ...]:
-    """The numbers of a list.
-
-    Raises:
-      ValueError: they are none, by the flag's name.
-    """
-    if not flag.value or not all(text.isdecimal() for text in flag.value):
-        raise ValueError(f"--{flag.name}={','.join(flag.value)}: must be whole numbers")
-    return tuple(int(text) for text in flag.value)
-
-
 def sweep() -> Sweep:
     """What the flags ask for."""
+    lists = {
+        flag.name: tuple(command_line.numbers(flag.name, flag.value, 0 if flag is _DRAFTS else 1))
+        for flag in (_DECODE, _PREFILL, _BATCHES, _DRAFTS, _CHUNKS)
+    }
     return Sweep(
-        decode_widths=whole_numbers(_DECODE),
-        prefill_widths=whole_numbers(_PREFILL),
-        batches=whole_numbers(_BATCHES),
-        drafts=whole_numbers(_DRAFTS),
-        chunks=whole_numbers(_CHUNKS),
+        **lists,
         exchange=_EXCHANGE.value,
         balance=_BALANCE.value,
         draft_balance=_DRAFT_BALANCE.value,
@@ -140,9 +129,11 @@ def verdicts(plan: Plan, targets: Targets) -> list[str]:
     return lines
 
 
-def run_plan(result: Result, cfg: ModelConfig, hardware: Hardware, workload: Workload, targets: Targets) -> None:
+def run_plan(
+    result: Result, cfg: ModelConfig, hardware: Hardware, workload: Workload, targets: Targets, tried: Sweep
+) -> None:
     """Fills the result with the sweep's deployments, and prints the best."""
-    plan = make_plan(cfg, hardware, workload, targets, sweep())
+    plan = make_plan(cfg, hardware, workload, targets, tried)
     rows = [point.as_row() for point in plan.points]
     front = {id(point) for point in pareto_front(plan.points)}
     for place, (row, point) in enumerate(zip(rows, plan.points, strict=True)):
@@ -164,7 +155,7 @@ def run_plan(result: Result, cfg: ModelConfig, hardware: Hardware, workload: Wor
     print(text_table([{name: row[name] for name in shown if name in row} for row in rows[: _TOP.value]]))
 
 
-def run_simulation(result: Result, cfg: ModelConfig, hardware: Hardware, workload: Workload) -> None:
+def run_simulation(result: Result, cfg: ModelConfig, hardware: Hardware, workload: Workload, tried: Sweep) -> None:
     """Fills the result with what came of the sessions."""
     agents = read_parameters(_AGENTS.value) if _AGENTS.value else AgentParameters()
     traffic = Traffic(
@@ -172,7 +163,7 @@ def run_simulation(result: Result, cfg: ModelConfig, hardware: Hardware, workloa
         seconds=3600 * _HOURS.value,
         slots=_SLOTS.value,
         prefill_tokens=_PREFILL_TOKENS.value,
-        acceptance=workload.acceptance[: max(whole_numbers(_DRAFTS))],
+        acceptance=workload.acceptance[: max(tried.drafts)],
         agents=agents,
         seed=_SEED.value,
     )
@@ -185,7 +176,7 @@ def run_simulation(result: Result, cfg: ModelConfig, hardware: Hardware, workloa
         draft_balance=_DRAFT_BALANCE.value,
     )
     begin, cpu = time.perf_counter(), time.process_time()
-    run, summary = simulate(cost, traffic, sweep())
+    run, summary = simulate(cost, traffic, tried)
     took = {"wall_seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu}
     result.interrupted |= run.interrupted
     steps = {
@@ -200,14 +191,12 @@ def run_simulation(result: Result, cfg: ModelConfig, hardware: Hardware, workloa
     print(text_table(result.rows["latencies"]))
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     cfg = ModelConfig.from_checkpoint(_MODEL.value) if _MODEL.value else ModelConfig()
     hardware = load_hardware(_HARDWARE.value)
     workload = load_workload(_WORKLOAD.value) if _WORKLOAD.value else Workload()
     targets = Targets(ttft=_TTFT.value, user_speed=_USER_SPEED.value)
-    errors = []
+    tried, errors = sweep(), []
     if _CALIBRATE.value:
         measured = load(_CALIBRATE.value)
         hardware = calibrate(hardware, measured, cfg)
@@ -235,12 +224,12 @@ def main(argv: Sequence[str]) -> None:
             result.add_rows("published", published_rows(cfg))
             print(text_table(result.rows["published"]))
         elif _HOURS.value is not None:
-            run_simulation(result, cfg, hardware, workload)
+            run_simulation(result, cfg, hardware, workload, tried)
         else:
-            run_plan(result, cfg, hardware, workload, targets)
+            run_plan(result, cfg, hardware, workload, targets, tried)
         for line in result.verdicts:
             print(line)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

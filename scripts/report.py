@@ -9,7 +9,8 @@ others the other side; files of one side, and rows of a file that have the same 
 
 from pathlib import Path
 
-from absl import app, flags
+import command_line
+from absl import flags
 
 from dsv4jax.bench.page import comparison_page, page
 from dsv4jax.bench.result import load
@@ -18,10 +19,10 @@ _REPORT = flags.DEFINE_string("report", None, "Directory to write the page into.
 _COMPARE = flags.DEFINE_multi_string("compare", [], "Result file to compare the others with; may be repeated.")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) < 2:
-        raise app.UsageError("no result file is given")
-    results, before = ([load(path) for path in paths] for paths in (argv[1:], _COMPARE.value))
+def main(files: list[str]) -> None:
+    if not files:
+        raise ValueError("result files: at least one must be given")
+    results, before = ([load(path) for path in paths] for paths in (files, _COMPARE.value))
     if before:
         name, text = f"{before[0].experiment}_compared", comparison_page(before, results)
     else:
@@ -33,4 +34,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main, arguments="result files")

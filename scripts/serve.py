@@ -19,8 +19,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import command_line
 import jax
-from absl import app, flags, logging
+from absl import flags, logging
 from engine_flags import MEMORY_FRACTION, PAGES, PRESET, RANKS, SHAPE_FLAGS, check_sizes, make_shape
 from executables import (
     EXECUTABLES,
@@ -345,20 +346,18 @@ def _app(
     return create_app(context, config, observer, profiler)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     logging.set_verbosity(logging.INFO)
     try:
         _run()
     except ChannelFailure as failure:
         end_process(failure)
     except (ValueError, OSError, HandshakeError) as error:
+        if _PROCESSES.value == 1:
+            raise
         print(f"error: {error}", file=sys.stderr, flush=True)
-        if _PROCESSES.value > 1:
-            os._exit(1)  # on the way out JAX would wait for the other processes
-        sys.exit(1)
+        os._exit(1)  # on the way out JAX would wait for the other processes
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -17,7 +17,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-from absl import app, flags
+import command_line
+from absl import flags
 
 _MINUTES = flags.DEFINE_float("minutes", 3.0, "How long.", 0.0)
 _STREAMS = flags.DEFINE_integer("streams", 200, "Requests open at the same time.", 1)
@@ -171,9 +172,9 @@ async def _soak(port: int, pid: int) -> dict:
     }
 
 
-def main(argv: list[str]) -> None:
+def main(server_flags: list[str]) -> None:
     serve = Path(__file__).with_name("serve.py")
-    command = [sys.executable, str(serve), "--port=0", *argv[1:]]
+    command = [sys.executable, str(serve), "--port=0", *server_flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=sys.stderr, text=True) as server:
         try:
             port = None
@@ -212,4 +213,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main, arguments="flags of serve.py")

@@ -5,11 +5,11 @@
 Goes on where --directory left off. See docs/default_model.md.
 """
 
-import sys
 from pathlib import Path
 
+import command_line
 import jax
-from absl import app, flags, logging
+from absl import flags, logging
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.tokenizer import Tokenizer
@@ -35,17 +35,8 @@ _MASTERS_IN = flags.DEFINE_string("masters_in", None, "Begin with these masters 
 _MASTERS_OUT = flags.DEFINE_string("masters_out", None, "Directory to keep the masters in, BF16, files below 16 MB.")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     logging.set_verbosity(logging.INFO)
-    try:
-        _run()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-
-
-def _run() -> None:
     tokenizer = Tokenizer.from_file(_TOKENIZER.value)
     cfg = ModelConfig.from_checkpoint(_CONFIG.value) if _CONFIG.value else default_config(tokenizer)
     plan = read_plan(Path(_PLAN.value)) if _PLAN.value else DEFAULT_PLAN
@@ -77,4 +68,4 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

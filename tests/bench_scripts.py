@@ -13,16 +13,31 @@ from golden import drafting_model
 
 from dsv4jax.config import ModelConfig
 
+SCRIPTS = Path(__file__).parent.parent / "scripts"
 
-def load_script(name: str) -> tuple[ModuleType, flags.FlagValues]:
-    """A script and its flags, which are its own: other scripts in the process have flags of the same names."""
+
+def load_script(name: str, module_name: str = "") -> tuple[ModuleType, flags.FlagValues]:
+    """A script and its flags, which are its own: other scripts in the process have flags of the same names.
+
+    Of modules that scripts share, it gets its own as well. With "__main__" as its name it runs.
+    """
     own = flags.FlagValues()
     kinds = [kind for kind in dir(flags) if kind.startswith("DEFINE_")]
     defining = {kind: functools.partial(getattr(flags, kind), flag_values=own) for kind in kinds}
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / f"scripts/{name}.py")
+    spec = importlib.util.spec_from_file_location(module_name or name, SCRIPTS / f"{name}.py")
     script: ModuleType = importlib.util.module_from_spec(spec)
-    with mock.patch.multiple(flags, **defining):
-        spec.loader.exec_module(script)
+    shared = [path.stem for path in SCRIPTS.glob("*.py")]
+    others = {stem: sys.modules.pop(stem) for stem in shared if stem in sys.modules}
+    try:
+        with (
+            mock.patch.multiple(flags, FLAGS=own, **defining),
+            mock.patch.object(sys, "path", [str(SCRIPTS), *sys.path]),
+        ):
+            spec.loader.exec_module(script)
+    finally:
+        for stem in shared:
+            sys.modules.pop(stem, None)
+        sys.modules.update(others)
     return script, own
 
 
@@ -30,7 +45,8 @@ def run_script(name: str, *arguments: str, **replaced: object) -> None:
     """Runs `main` of a script, with other values for some of its names."""
     script, own = load_script(name)
     with mock.patch.multiple(script, main=script.main, **replaced):
-        script.main(own([name, *arguments]))
+        others = own([name, *arguments])[1:]
+        script.main(*[others] * bool(others))
 
 
 def small_config() -> ModelConfig:
@@ -48,14 +64,3 @@ def small_config() -> ModelConfig:
         dspark_n_routed_experts=8,
         hc_sinkhorn_iters=2,
     )
-
-
-def run_system_script(name: str, *arguments: str) -> None:
-    """`run_script` of one that shares the flags of `bench_system.py`, which are its own as well."""
-    scripts = str(Path(__file__).parent.parent / "scripts")
-    with mock.patch.object(sys, "path", [scripts, *sys.path]):
-        sys.modules.pop("bench_system", None)
-        try:
-            run_script(name, *arguments)
-        finally:
-            sys.modules.pop("bench_system", None)

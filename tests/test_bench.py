@@ -21,7 +21,7 @@ from dsv4jax.bench.costs import Cost, StepShape, step_costs
 from dsv4jax.bench.random_state import RandomHostTables, random_cache, random_params
 from dsv4jax.bench.result import Result, load
 from dsv4jax.bench.stages import stage_lines, step_verdicts, table
-from dsv4jax.bench.steps import PAGE, compare_programs, decode_case, prefill_case, prefill_chunks, sizes_of
+from dsv4jax.bench.steps import PAGE, compare_programs, decode_case, prefill_case, prefill_chunks
 from dsv4jax.bench.trace import (
     OTHER,
     STAGES,
@@ -42,6 +42,7 @@ from dsv4jax.step_flags import STEP_OPTIONS, VARIANTS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import bench_steps
+from command_line import sizes_of
 
 from pallas_kernels.index_select import kernel
 from sharding import SINGLE, Layout, emulated_rank, make_mesh
@@ -392,7 +393,7 @@ def script(tmp_path, tiny, params, monkeypatch):
     def run(*arguments: str) -> dict[str, Result]:
         with flagsaver.flagsaver():
             flags.FLAGS(["bench", f"--model={tmp_path}", f"--report={tmp_path}", "--repeats=1", *arguments])
-            bench_steps.main(["bench"])
+            bench_steps.main()
         pages = {path.stem: path.read_text() for path in tmp_path.glob("*.html")}
         assert all(f"<h1>{name}</h1>" in page for name, page in pages.items())
         return {name: load(tmp_path / f"{name}.json") for name in pages}
@@ -476,7 +477,7 @@ def test_a_step_that_fails_is_a_row_with_its_error(script, monkeypatch):
         ("--decode=1x0x5", "--decode=1x0x5: must be NxNxN"),
         ("--prefill=8k", "--prefill=8k: must be N or NxN"),
         ("--prompts=100x64", "--prompts=100x64: must be NxNxN"),
-        ("--compare --ranks=2", "--compare with --ranks=2: an emulated rank computes another model"),
+        ("--compare --ranks=2", "--compare: must not be given with --ranks=2"),
         ("--implementation=pallas", 'implementation = "pallas": the device is cpu'),
     ],
 )

@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from bench_scripts import run_system_script
+from bench_scripts import run_script
 
-from dsv4jax.bench.admission import Bursts, admission_stages, beside_long_prompt, list_based_admission, run_bursts
+from dsv4jax.bench.admission import BurstLoad, admission_stages, beside_long_prompt, list_based_admission, run_bursts
 from dsv4jax.bench.counting import Window
 from dsv4jax.bench.result import load
 from dsv4jax.bench.system import Sizes, simulated_system
@@ -34,16 +34,14 @@ def test_the_engine_of_lists_gives_a_page_to_every_64_tokens():
     assert list_based_admission(list(range(200)), 10).tolist() == [9, 8, 7, 6]
 
 
-def bursts(system, **options):
-    given = dict(running=2, running_tokens=50, burst=4, prompt_tokens=1000, output_tokens=2, begin=1.0, every=2.0)
-    return Bursts(system, **given | options)
+LOAD = BurstLoad(running=2, running_tokens=50, burst=4, prompt_tokens=1000, output_tokens=2, begin=1.0, every=2.0)
 
 
 def test_new_requests_wait_in_the_queue_with_a_cap_and_side_by_side_without():
     system = simulated_system(Sizes(slots=8, max_model_len=2048, prefill_tokens=512), COST)
     rows = {}
     for cap in (1, 8):
-        rows[cap], requests, interrupted = run_bursts(system, bursts(system), Window(1.0, 5.0), cap, progress=False)
+        rows[cap], requests, interrupted = run_bursts(system, LOAD, Window(1.0, 5.0), cap, progress=False)
         assert not interrupted and not rows[cap]["invalid"]
         new = [m for m in requests if m.session == "burst"]
         assert [m.arrived for m in new] == [1.0] * 4 + [3.0] * 4 and rows[cap]["new_requests"] == 8
@@ -60,13 +58,24 @@ def test_new_requests_wait_in_the_queue_with_a_cap_and_side_by_side_without():
 
 def test_running_requests_begin_anew_at_the_end_of_the_context_and_must_leave_slots():
     system = simulated_system(Sizes(slots=3, max_model_len=100, prefill_tokens=512), COST)
-    workload = bursts(system, burst=1, prompt_tokens=20)
-    _, requests, _ = run_bursts(system, workload, Window(1.0, 2.0), 8, progress=False)
+    load = dataclasses.replace(LOAD, burst=1, prompt_tokens=20)
+    _, requests, _ = run_bursts(system, load, Window(1.0, 2.0), 8, progress=False)
     turns = sorted(m.turn for m in requests if m.session == "running")
     assert turns[-1] >= 2 and turns.count(0) == 2 and turns.count(1) == 2
     with pytest.raises(ValueError, match="running = 2: must be less than 2, all slots"):
         small = dataclasses.replace(system, config=dataclasses.replace(system.config, slots=2))
-        run_bursts(small, workload, Window(1.0, 2.0), 8)
+        run_bursts(small, load, Window(1.0, 2.0), 8)
+    for name, tokens in (("running_tokens", 100), ("prompt_tokens", 99)):
+        with pytest.raises(ValueError, match=f"{name} = {tokens}.*: must be"):
+            run_bursts(system, dataclasses.replace(load, **{name: tokens}), Window(1.0, 2.0), 8)
+
+
+def test_running_requests_that_fail_do_not_begin_anew():
+    system = simulated_system(Sizes(slots=3, pages=1, max_model_len=100, prefill_tokens=512), COST)
+    _, requests, _ = run_bursts(
+        system, dataclasses.replace(LOAD, burst=1, prompt_tokens=20), Window(1.0, 2.0), 8, progress=False
+    )
+    assert [m.failed for m in requests if m.session == "running"] == [True, True]
 
 
 @pytest.mark.parametrize("share", [(256, 1, 1), (256, 3, 1), (256, 1, 3)])
@@ -80,7 +89,7 @@ def test_the_command(tmp_path, capsys):
     stages = ["--tokens=200", "--tokens=400", "--repeats=2", "--long_prompt=3000", "--chats=2"]
     sizes = ["--running=2", "--burst=2", "--prompt_tokens=300", "--seconds=1.5", "--every=0.5", "--slots=6"]
     caps = ["--max_admissions=1", "--max_admissions=4"]
-    run_system_script("bench_admission", *stages, *sizes, *caps, f"--report={tmp_path}")
+    run_script("bench_admission", *stages, *sizes, *caps, f"--report={tmp_path}")
     result = load(tmp_path / "admission.json")
     assert [row["tokens"] for row in result.rows["stages"]] == [200, 200, 400, 400]
     assert [row["max_admissions"] for row in result.rows["bursts"]] == [1, 4]

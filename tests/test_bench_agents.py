@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench_scripts import run_system_script
+from bench_scripts import run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -386,7 +386,7 @@ def test_a_cache_that_is_too_small_shows():
 
 
 def script(tmp_path, *arguments):
-    run_system_script("bench_agents", f"--report={tmp_path}", *arguments)
+    run_script("bench_agents", f"--report={tmp_path}", *arguments)
     return load(tmp_path / "agents.json")
 
 
@@ -411,7 +411,7 @@ def test_the_script_reports_a_simulated_run(tmp_path, capsys):
 
 def test_the_script_writes_and_runs_a_trace(tmp_path):
     trace = tmp_path / "trace.jsonl"
-    run_system_script("bench_agents", f"--write_trace={trace}", "--sessions=3")
+    run_script("bench_agents", f"--write_trace={trace}", "--sessions=3")
     assert read_trace(trace) == take(3)
     result = script(tmp_path, f"--trace={trace}", "--scale=0.01", "--live=8", "--seconds=100", "--sessions=8")
     assert result.conditions["parameters"] is None

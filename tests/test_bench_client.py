@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from bench_scripts import run_system_script
+from bench_scripts import run_script
 from fake_engine import FakeEngine, make_app
 from hand_made_server import END, STREAM, HandMadeServer, event, response, text_event, usage_event
 from talking_server import serving
@@ -105,7 +105,7 @@ def test_models_and_keys(fake):
 def test_the_script_runs_sessions_at_a_server(fake, tmp_path, monkeypatch):
     monkeypatch.delenv("DSV4JAX_API_KEY", raising=False)
     arguments = ["--scale=0.01", "--live=4", "--seconds=2", "--warm_up_seconds=0.1", f"--report={tmp_path}"]
-    run_system_script("bench_agents", f"--url={fake.url}", *arguments)
+    run_script("bench_agents", f"--url={fake.url}", *arguments)
     result = load(tmp_path / "agents.json")
     assert result.conditions["model"] == f"toy at {fake.url}"
     assert result.requests and result.rows["summary"][0]["error_share"] == 0

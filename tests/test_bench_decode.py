@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 import pytest
-from bench_scripts import run_system_script
+from bench_scripts import run_script
 
 from dsv4jax.bench.host_cost import host_cost
 from dsv4jax.bench.host_gap import decode_gap, decode_length, submit_behind_contexts
@@ -148,7 +148,7 @@ def test_the_command(tmp_path, capsys):
         "--repeats=2",
     ]
     host = ["--sections=gap", "--sections=host", "--host_requests=4"]
-    run_system_script("bench_decode", *points, *host, "--acceptance=0.8,0.5", f"--report={tmp_path}")
+    run_script("bench_decode", *points, *host, "--acceptance=0.8,0.5", f"--report={tmp_path}")
     result = load(tmp_path / "decode.json")
     assert [row["point"] for row in result.rows["gap"]] == ["2 x 512"] * 2 + ["4 x 2048"] * 2
     assert [row["requests"] for row in result.rows["host"]] == [4, 4]

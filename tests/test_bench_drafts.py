@@ -138,8 +138,8 @@ def test_rates_on_a_device_are_those_of_programs_with_room_for_each_number(monke
     [
         ("--acceptance=0.5", "every law must be for 2 drafts"),
         ("--acceptance=0.5,1.5", "--acceptance=0.5,1.5: must be numbers from 0 to 1"),
-        ("--fixed=9", "--fixed=9: must be numbers from 1 to 4"),
-        ("--requests=none", "--requests=none: must be numbers from 1 to 4096"),
+        ("--fixed=9", "--fixed=9: must be whole numbers from 1 to 4"),
+        ("--requests=none", "--requests=none: must be whole numbers from 1 to 4096"),
     ],
 )
 def test_the_script_refuses_by_name_what_it_cannot_run_before_it_writes_a_file(script, tmp_path, argument, message):

@@ -2,7 +2,6 @@
 
 import sys
 import types
-from pathlib import Path
 from unittest import mock
 
 import jax
@@ -59,16 +58,11 @@ def test_startups_are_reported_by_phase_with_repeats_in_one_table(tmp_path):
         told = {"total": 4.0, "phases": phases, "cpu_seconds": 3.0, "compilations": 0, "compile_seconds": 0.0}
         return {"programs": 2} if worker == "export" else told
 
-    # Its shared flags must be its own as well.
-    with mock.patch.dict(sys.modules):
-        for name in ("engine_flags", "executables"):
-            sys.modules.pop(name, None)
-        with mock.patch.object(sys, "path", [str(Path(__file__).parent.parent / "scripts"), *sys.path]):
-            run_script(
-                "bench_startup", f"--report={tmp_path}", f"--directory={tmp_path}", "--repeats=2",
-                "--skip=compiled, snapshot, cold", _child=child, _read_rate=lambda files: 2e9, _forget=mock.Mock(),
-                read_manifest=lambda path: types.SimpleNamespace(environment={"target": "cpu"}), shutil=mock.Mock(),
-            )  # fmt: skip
+    run_script(
+        "bench_startup", f"--report={tmp_path}", f"--directory={tmp_path}", "--repeats=2",
+        "--skip=compiled, snapshot, cold", _child=child, _read_rate=lambda files: 2e9, _forget=mock.Mock(),
+        read_manifest=lambda path: types.SimpleNamespace(environment={"target": "cpu"}), shutil=mock.Mock(),
+    )  # fmt: skip
     result = load(tmp_path / "startup.json")
     assert started[0] == "export" and len(started) == 1 + 7 * 2
     assert result.rows["export"] == [{"programs": 2}] and [row["state"] for row in result.rows["reads"]] == [

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from bench_scripts import run_system_script
+from bench_scripts import run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,8 +117,17 @@ def test_loads_that_cannot_be_measured_are_refused():
         LOAD.window(5.0, 3)
     with pytest.raises(ValueError, match="requests = 5: must be at most slots = 4"):
         run_lag(make(), dataclasses.replace(LOAD, requests=5), 0.0, Window(1.0, 2.0))
+    with pytest.raises(ValueError, match=r"prompt_tokens = 1340, output_tokens = 40: .* at most max_model_len = 2048"):
+        run_lag(make(), dataclasses.replace(LOAD, prompt_tokens=1340), 0.0, Window(1.0, 2.0))
     with pytest.raises(ValueError, match="slow = 3: must be 0 to 2"):
         run_slow_hosts(make(), LOAD, delay=0.1, slow=3)
+
+
+def test_requests_that_fail_are_not_followed_by_others():
+    system = make()
+    load = dataclasses.replace(LOAD, prompt_tokens=10_000)
+    run = run_engine(*system.engine(), MirroredRanks(load, system, 0.0), progress=False)
+    assert len(run.measurements) == 4 and all(m.failed for m in run.measurements)
 
 
 def test_one_slow_host_costs_what_all_slow_hosts_cost_and_a_step_in_flight_hides_it():
@@ -162,7 +171,7 @@ def test_the_command(tmp_path, capsys):
         "--repeats=2",
     ]
     sizes = ["--prompt_tokens=300", "--output_tokens=20", "--delay_ms=20", f"--report={tmp_path}"]
-    run_system_script("bench_ranks", *options, *sizes)
+    run_script("bench_ranks", *options, *sizes)
     ranks, slow = (load_result(tmp_path / f"{name}.json") for name in ("ranks", "slow_rank"))
     assert [row["lag_s"] for row in ranks.rows["runs"]] == [0, 0.5, 0, 0.5] and len(ranks.rows["loss"]) == 2
     assert ranks.ceiling["what"].startswith("assumed: ")
@@ -185,7 +194,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr("dsv4jax.bench.ranks.run_engine", interrupted)
     options = ["--ranks=2", "--sections=lag", "--seconds=2", "--warm_up=0.5", "--lag=0.5", "--requests=1"]
     with pytest.raises(SystemExit):
-        run_system_script("bench_ranks", *options, "--prompt_tokens=300", "--output_tokens=20", f"--report={tmp_path}")
+        run_script("bench_ranks", *options, "--prompt_tokens=300", "--output_tokens=20", f"--report={tmp_path}")
     result = load_result(tmp_path / "ranks.json")
     assert result.interrupted and len(result.rows["runs"]) == 1 and "loss" not in result.rows
     assert {request["lag_s"] for request in result.requests} == {0.0, 0.5}

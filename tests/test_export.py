@@ -418,7 +418,7 @@ for arguments in json.loads(sys.argv[2]):
     with flagsaver.flagsaver():
         flags.FLAGS(["generate", "--prompt=a", *arguments])
         try:
-            generate._run()
+            generate.main()
         except ValueError as error:
             errors.append(str(error))
 print(json.dumps(errors))

@@ -124,13 +124,13 @@ import json, sys
 from absl import flags
 from absl.testing import flagsaver
 sys.path.insert(0, sys.argv[1])
-import generate
+import command_line, generate
 
 for arguments in json.loads(sys.argv[2]):
     with flagsaver.flagsaver():
         flags.FLAGS(["generate", *arguments])
         try:
-            generate.main(["generate"])
+            command_line.call(generate.main, "", ["generate"])
         except SystemExit as end:
             print(json.dumps(end.code))
 """

@@ -1,17 +1,15 @@
 """Random weights: layout, statistics, determinism; reduced configurations; the script that writes them."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from absl import flags
+from bench_scripts import load_script
 from checkpoint_files import DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,15 +165,9 @@ def test_script_writes_a_checkpoint_that_loads_to_random_params(tmp_path):
 
 
 @pytest.fixture
-def configuration(monkeypatch):
-    # Other scripts that tests import have flags of the same names.
-    own = flags.FlagValues()
-    for name in ("DEFINE_string", "DEFINE_integer"):
-        monkeypatch.setattr(flags, name, partial(getattr(flags, name), flag_values=own))
-    spec = importlib.util.spec_from_file_location("make_checkpoint", ROOT / "scripts/make_checkpoint.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.configuration
+def configuration():
+    script, _ = load_script("make_checkpoint")
+    return script.configuration
 
 
 def test_script_flags(configuration, default_tokenizer, tmp_path):

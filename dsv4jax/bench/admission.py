@@ -8,6 +8,7 @@ are started in a step. **Long prompt**: chats beside one very long prompt, with 
 """
 
 import array
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -126,51 +127,64 @@ def list_based_admission(prompt: list[int], pages: int) -> np.ndarray:
     return np.array(table, np.int32)
 
 
-class Bursts:
-    """A workload without end: requests that run all the time, and from `begin` on, every so many seconds, a burst.
+@dataclasses.dataclass(frozen=True)
+class BurstLoad:
+    """Requests that run all the time, and from `begin` on, every so many seconds, a burst.
 
     Args:
       running: requests with prompts of `running_tokens`; one that reaches the end of the context begins anew.
       burst: requests with prompts of `prompt_tokens` that arrive at once.
     """
 
-    def __init__(
-        self,
-        system: System,
-        *,
-        running: int,
-        running_tokens: int,
-        burst: int,
-        prompt_tokens: int,
-        output_tokens: int,
-        begin: float,
-        every: float,
-        seed: int = 0,
-    ):
-        self.running, self._system, self._running_tokens = running, system, running_tokens
-        self._burst, self._prompt_tokens, self._output_tokens = burst, prompt_tokens, output_tokens
-        self._begin, self._every, self._seed = begin, every, seed
+    running: int
+    running_tokens: int
+    burst: int
+    prompt_tokens: int
+    output_tokens: int
+    begin: float
+    every: float
+    seed: int = 0
+
+    def check(self, slots: int, max_model_len: int) -> None:
+        """Raises ValueError unless the running requests fit and leave one of so many slots for others, which fit."""
+        if self.running >= slots:
+            raise ValueError(f"running = {self.running}: must be less than {slots}, all slots")
+        if self.running_tokens >= max_model_len:
+            raise ValueError(f"running_tokens = {self.running_tokens}: must be less than {max_model_len}, the context")
+        if self.prompt_tokens + self.output_tokens > max_model_len:
+            raise ValueError(
+                f"prompt_tokens = {self.prompt_tokens}, output_tokens = {self.output_tokens}: must be at most"
+                f" {max_model_len} together, the context"
+            )
+
+
+class Bursts:
+    """A workload without end: a `BurstLoad`."""
+
+    def __init__(self, load: BurstLoad, system: System):
+        self._load, self._system = load, system
 
     def first(self) -> Iterable[Turn]:
-        output = self._system.config.max_model_len - self._running_tokens
-        for i in range(self.running):
-            yield Turn("running", 0, 0.0, self._prompt(0, i, self._running_tokens), output)
+        load = self._load
+        for i in range(load.running):
+            output = self._system.config.max_model_len - load.running_tokens
+            yield Turn("running", 0, 0.0, self._prompt(0, i, load.running_tokens), output)
         for number in itertools.count():
-            for i in range(self._burst):
-                prompt = self._prompt(1 + number, i, self._prompt_tokens)
-                yield Turn("burst", number, self._begin + number * self._every, prompt, self._output_tokens)
+            for i in range(load.burst):
+                prompt = self._prompt(1 + number, i, load.prompt_tokens)
+                yield Turn("burst", number, load.begin + number * load.every, prompt, load.output_tokens)
 
     def after(self, turn: Turn, output: Int32[np.ndarray, " tokens"], finished: float) -> Sequence[Turn]:
-        if turn.session == "burst":
+        if turn.session == "burst" or not output.size:
             return ()
         return [Turn("running", turn.turn + 1, finished, turn.prompt, turn.max_tokens)]
 
     def _prompt(self, number: int, index: int, tokens: int) -> np.ndarray:
-        return self._system.prompt(self._seed, number, index, tokens=tokens)
+        return self._system.prompt(self._load.seed, number, index, tokens=tokens)
 
 
 def run_bursts(
-    system: System, workload: Bursts, window: Window, max_admissions: int, progress: bool = True
+    system: System, load: BurstLoad, window: Window, max_admissions: int, progress: bool = True
 ) -> tuple[dict[str, Any], list[Measurement], bool]:
     """What running requests and new ones notice, with a cap on how many are started in a step.
 
@@ -182,13 +196,11 @@ def run_bursts(
       A row; the requests; whether Ctrl-C ended the run.
 
     Raises:
-      ValueError: the running requests leave no slot for others.
+      ValueError: as `BurstLoad.check`.
     """
-    slots = system.config.slots * system.config.ranks
-    if workload.running >= slots:
-        raise ValueError(f"running = {workload.running}: must be less than {slots}, all slots")
+    load.check(system.config.slots * system.config.ranks, system.config.max_model_len)
     engine, executor = system.engine(max_admissions=max_admissions)
-    run = run_engine(engine, executor, workload, until=window.end, progress=progress)
+    run = run_engine(engine, executor, Bursts(load, system), until=window.end, progress=progress)
     running, new = ([m for m in run.measurements if m.session == name] for name in ("running", "burst"))
     alone, beside = (
         percentiles(np.concatenate([np.zeros(0), *(inter_token_seconds(m, w) for m in running)]))

@@ -46,6 +46,16 @@ class Load:
     warm_up: float
     seed: int = 0
 
+    def check(self, slots: int, max_model_len: int) -> None:
+        """Raises ValueError unless a rank of so many slots can run all requests, the longest one included."""
+        if self.requests > slots:
+            raise ValueError(f"requests = {self.requests}: must be at most slots = {slots}")
+        if round(1.5 * self.prompt_tokens) + round(1.5 * self.output_tokens) > max_model_len:
+            raise ValueError(
+                f"prompt_tokens = {self.prompt_tokens}, output_tokens = {self.output_tokens}: 1.5 times both, as the"
+                f" longest request has, must be at most max_model_len = {max_model_len}"
+            )
+
     def window(self, lag: float, ranks: int) -> Window:
         """What counts of runs of so many ranks with this lag and less.
 
@@ -70,6 +80,8 @@ class MirroredRanks:
         return (self._turn(rank, i, rank * self._lag) for rank, i in itertools.product(ranks, requests))
 
     def after(self, turn: Turn, output: Int32[np.ndarray, " tokens"], finished: float) -> Sequence[Turn]:
+        if not output.size:  # it failed, as the next one would
+            return ()
         number = self._next[turn.rank]
         self._next[turn.rank] += 1
         return [self._turn(turn.rank, number, finished)]
@@ -129,13 +141,7 @@ class RanksRun:
 
 
 def run_lag(system: System, load: Load, lag: float, window: Window, progress: bool = True) -> RanksRun:
-    """A run; the mirror with no lag.
-
-    Raises:
-      ValueError: the requests of a rank do not fit its slots.
-    """
-    if load.requests > system.config.slots:
-        raise ValueError(f"requests = {load.requests}: must be at most slots = {system.config.slots}")
+    """A run; the mirror with no lag. Raises as `Load.check`."""
     return _measured(system, load, lag, window, lambda executor: executor, progress=progress)
 
 
@@ -148,6 +154,7 @@ def _measured(
     depth: int = 2,
     progress: bool = True,
 ) -> RanksRun:
+    load.check(system.config.slots, system.config.max_model_len)
     engine, executor = system.engine(
         inside=lambda executor: WorkExecutor(inside(executor)), depth=depth, prefix_cache=False
     )
@@ -253,6 +260,9 @@ def run_slow_hosts(
 
     Args:
       depth: steps in flight.
+
+    Raises:
+      ValueError: more slow ranks than there are; or as `Load.check`.
 
     Returns:
       The run, and of each step in milliseconds: by how much the slowest host was late, how long others waited for it on

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import os
 import statistics
 import tempfile
@@ -75,29 +74,6 @@ def cache_shapes(cfg: ModelConfig, cache_cfg: CacheConfig, numerics: Numerics, l
     """Shapes of the cache of all ranks, sharded as on the devices."""
     shapes = jax.eval_shape(functools.partial(init_cache, cfg, cache_cfg, numerics, layout))
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.by_rank), shapes)
-
-
-def sizes_of(flag: str, text: str, counts: tuple[int, ...], may_be_zero: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-    """The sizes that a flag's value stands for: numbers separated by x, as many as one of `counts` says.
-
-    In each place there may be several numbers, separated by a slash: then every combination is meant.
-
-    Args:
-      may_be_zero: places whose numbers may be 0.
-
-    Raises:
-      ValueError: it is not of this form.
-    """
-    places = [place.split("/") for place in text.split("x")]
-    least = [0 if place in may_be_zero else 1 for place in range(len(places))]
-    if len(places) not in counts or not all(
-        number.isdecimal() and int(number) >= low
-        for numbers, low in zip(places, least, strict=True)
-        for number in numbers
-    ):
-        wanted = " or ".join("x".join("N" * count) for count in counts)
-        raise ValueError(f"--{flag}={text}: must be {wanted}, whole numbers of at least 1, or several like 1/8/64")
-    return list(itertools.product(*([int(number) for number in numbers] for numbers in places)))
 
 
 def decode_case(cfg: ModelConfig, requests: int, tokens: int, context: int, ranks: int = 1) -> StepCase:

@@ -69,6 +69,15 @@ class Sizes:
     def pages_or_default(self) -> int:
         return self.slots * (ceil_div(self.max_model_len, PAGE) + 1) if self.pages is None else self.pages
 
+    def check(self, cfg: ModelConfig) -> None:
+        """Raises ValueError for sizes that a model cannot have."""
+        if self.max_model_len > cfg.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len = {self.max_model_len}: the model's context is {cfg.max_position_embeddings}"
+            )
+        if self.drafts > cfg.dspark_block_size:
+            raise ValueError(f"drafts = {self.drafts}: the model's draft makes at most {cfg.dspark_block_size}")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class System:
@@ -157,10 +166,9 @@ def model_system(
     """
     if sizes.ranks != layout.ranks:
         raise ValueError(f"ranks = {sizes.ranks}: the layout has {layout.ranks}")
-    if sizes.max_model_len > cfg.max_position_embeddings:
-        raise ValueError(f"max_model_len = {sizes.max_model_len}: the model's context is {cfg.max_position_embeddings}")
-    if sizes.drafts > cfg.dspark_block_size:
-        raise ValueError(f"drafts = {sizes.drafts}: the model's draft makes at most {cfg.dspark_block_size}")
+    replay = ReplayRule(cfg.sliding_window, cfg.num_hidden_layers)
+    config = _scheduler_config(sizes, replay, tile=_TILE, **policy)
+    sizes.check(cfg)
     cache_cfg = CacheConfig(
         slots=sizes.slots,
         pages=sizes.pages_or_default,
@@ -200,8 +208,6 @@ def model_system(
         executor.reset()
         return executor
 
-    replay = ReplayRule(cfg.sliding_window, cfg.num_hidden_layers)
-    config = _scheduler_config(sizes, replay, tile=_TILE, **policy)
     return System(config, emptied, cfg.vocab_size, name, programs, params, executor.close)
 
 
@@ -217,6 +223,7 @@ def load_system(
     Raises: as `model_system`, `load_params` and `pack_params`.
     """
     cfg = ModelConfig.from_checkpoint(path)
+    sizes.check(cfg)
     numerics = REFERENCE if jax.default_backend() == "cpu" else FAST
     numerics, _ = with_implementation(numerics, implementation, cfg, PAGE)
     layout = preset("single" if sizes.ranks == 1 else "decode_dep", sizes.ranks)
