@@ -19,12 +19,12 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from dsv4jax.bench.conditions import conditions, flag_values
-from dsv4jax.bench.drafts import acceptance, reliability
-from dsv4jax.bench.page import reported
-from dsv4jax.bench.plots import Axis, Plot
-from dsv4jax.bench.result import Result, text_table
-from dsv4jax.bench.steps import caught, use_compilation_cache
+from dsv4jax.bench.results.conditions import conditions, flag_values
+from dsv4jax.bench.results.page import reported
+from dsv4jax.bench.results.plots import Axis, Plot
+from dsv4jax.bench.results.result import Result, text_table
+from dsv4jax.bench.steps.cases import caught, use_compilation_cache
+from dsv4jax.bench.steps.drafts import acceptance, reliability
 from dsv4jax.checkpoint.load import load_params
 from dsv4jax.config import ModelConfig
 from dsv4jax.draft_statistics import DraftStatistics

@@ -25,14 +25,15 @@ import command_line
 from absl import flags
 from bench_system import EXECUTOR, MAX_MODEL_LEN, RANKS, SEED, SLOTS, make_system, system_ceiling, system_conditions
 
-from dsv4jax.bench.agents import AgentParameters, generate_sessions, read_parameters, trace_statistics
-from dsv4jax.bench.conditions import conditions
-from dsv4jax.bench.counting import Window, summarize
-from dsv4jax.bench.driver import Workload, run_engine
-from dsv4jax.bench.page import reported
-from dsv4jax.bench.records import Measurement
-from dsv4jax.bench.result import Result, text_of, text_table
-from dsv4jax.bench.session_report import (
+from dsv4jax.bench.engines.system import PAGE
+from dsv4jax.bench.results.conditions import conditions
+from dsv4jax.bench.results.page import reported
+from dsv4jax.bench.results.result import Result, text_of, text_table
+from dsv4jax.bench.traffic.agents import AgentParameters, generate_sessions, read_parameters, trace_statistics
+from dsv4jax.bench.traffic.counting import Window, summarize
+from dsv4jax.bench.traffic.driver import Workload, run_engine
+from dsv4jax.bench.traffic.records import Measurement
+from dsv4jax.bench.traffic.session_report import (
     KEYS,
     PLOTS,
     context_rows,
@@ -43,9 +44,8 @@ from dsv4jax.bench.session_report import (
     throughput_rows,
     verdicts,
 )
-from dsv4jax.bench.sessions import FIRST_MARKERS, SessionWorkload
-from dsv4jax.bench.system import PAGE
-from dsv4jax.bench.trace_file import Session, read_trace, write_trace
+from dsv4jax.bench.traffic.sessions import FIRST_MARKERS, SessionWorkload
+from dsv4jax.bench.traffic.trace_file import Session, read_trace, write_trace
 
 _REPORT = command_line.report_flag()
 _PARAMETERS = flags.DEFINE_string(
@@ -122,8 +122,8 @@ class Server:
 
 def http_server() -> Server:
     """The server at --url."""
-    from dsv4jax.bench.client import run_http  # both need the extra `bench`
-    from dsv4jax.bench.http_target import Target, find_model
+    from dsv4jax.bench.traffic.client import run_http  # both need the extra `bench`
+    from dsv4jax.bench.traffic.http_target import Target, find_model
 
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise
     key = os.environ.get("DSV4JAX_API_KEY", "")

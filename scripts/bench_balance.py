@@ -26,10 +26,10 @@ from tqdm import tqdm
 from dsv4jax.balance.balancer import BalanceConfig
 from dsv4jax.balance.metrics import uniform_balancedness
 from dsv4jax.balance.solver import Solver, rank_loads
-from dsv4jax.bench.conditions import conditions, flag_values
-from dsv4jax.bench.page import reported
-from dsv4jax.bench.plots import Axis, Plot
-from dsv4jax.bench.result import Result, text_table
+from dsv4jax.bench.results.conditions import conditions, flag_values
+from dsv4jax.bench.results.page import reported
+from dsv4jax.bench.results.plots import Axis, Plot
+from dsv4jax.bench.results.result import Result, text_table
 from dsv4jax.config import ModelConfig
 from sharding.placement import check_slots, chosen_slots, initial_owners, placement_from_owners
 

@@ -16,12 +16,12 @@ import command_line
 from absl import flags
 from bench_system import EXECUTOR, RANKS, acceptance, make_system, system_ceiling, system_conditions
 
-from dsv4jax.bench.host_cost import host_cost
-from dsv4jax.bench.host_gap import decode_gap, decode_length
-from dsv4jax.bench.page import reported
-from dsv4jax.bench.plots import Axis, Plot
-from dsv4jax.bench.result import Result, text_table
-from dsv4jax.bench.steps import use_compilation_cache
+from dsv4jax.bench.engines.host_cost import host_cost
+from dsv4jax.bench.engines.host_gap import decode_gap, decode_length
+from dsv4jax.bench.results.page import reported
+from dsv4jax.bench.results.plots import Axis, Plot
+from dsv4jax.bench.results.result import Result, text_table
+from dsv4jax.bench.steps.cases import use_compilation_cache
 
 _SECTIONS = flags.DEFINE_multi_enum("sections", ["gap"], ["gap", "host"], "What to measure; may be repeated.")
 _POINTS = flags.DEFINE_list("points", ["8x1024"], "Requests per rank x context, of section gap.")

@@ -32,15 +32,15 @@ import jax
 import numpy as np
 from absl import flags
 
-from dsv4jax.bench.conditions import conditions, flag_values
-from dsv4jax.bench.draft_rates import MeasuredTimes, device_rates, simulated_rates
-from dsv4jax.bench.drafts import DraftCase, acceptance, mean_length, reliability
-from dsv4jax.bench.host_gap import host_gap
-from dsv4jax.bench.page import reported
-from dsv4jax.bench.plots import Axis, Plot
-from dsv4jax.bench.random_state import random_params
-from dsv4jax.bench.result import Result, load, text_table
-from dsv4jax.bench.steps import PAGE, caught, compile_apart, use_compilation_cache
+from dsv4jax.bench.engines.draft_rates import MeasuredTimes, device_rates, simulated_rates
+from dsv4jax.bench.engines.host_gap import host_gap
+from dsv4jax.bench.results.conditions import conditions, flag_values
+from dsv4jax.bench.results.page import reported
+from dsv4jax.bench.results.plots import Axis, Plot
+from dsv4jax.bench.results.result import Result, load, text_table
+from dsv4jax.bench.steps.cases import PAGE, caught, compile_apart, use_compilation_cache
+from dsv4jax.bench.steps.drafts import DraftCase, acceptance, mean_length, reliability
+from dsv4jax.bench.steps.random_state import random_params
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig
 from dsv4jax.implementation import with_implementation

@@ -17,10 +17,10 @@ from absl import flags
 from tqdm import tqdm
 
 import pallas_kernels
-from dsv4jax.bench.conditions import conditions, flag_values
-from dsv4jax.bench.page import reported
-from dsv4jax.bench.plots import Axis, Plot
-from dsv4jax.bench.result import Result
+from dsv4jax.bench.results.conditions import conditions, flag_values
+from dsv4jax.bench.results.page import reported
+from dsv4jax.bench.results.plots import Axis, Plot
+from dsv4jax.bench.results.result import Result
 from pallas_kernels.timing import Case, ceilings, device_microseconds
 
 _ONLY = flags.DEFINE_multi_string("only", [], "Operations (folders of pallas_kernels); all by default.")

@@ -22,14 +22,12 @@ import numpy as np
 from absl import flags
 
 from dsv4jax.balance.metrics import uniform_balancedness
-from dsv4jax.bench.conditions import conditions, flag_values
-from dsv4jax.bench.exchange import ExchangeCase, Links, measure_links
-from dsv4jax.bench.host_gap import host_gap
-from dsv4jax.bench.page import reported
-from dsv4jax.bench.plots import Axis, Plot
-from dsv4jax.bench.random_state import random_cache, random_params
-from dsv4jax.bench.result import Result, text_table
-from dsv4jax.bench.steps import (
+from dsv4jax.bench.engines.host_gap import host_gap
+from dsv4jax.bench.results.conditions import conditions, flag_values
+from dsv4jax.bench.results.page import reported
+from dsv4jax.bench.results.plots import Axis, Plot
+from dsv4jax.bench.results.result import Result, text_table
+from dsv4jax.bench.steps.cases import (
     PAGE,
     StepCase,
     compile_apart,
@@ -39,6 +37,8 @@ from dsv4jax.bench.steps import (
     time_step,
     use_compilation_cache,
 )
+from dsv4jax.bench.steps.exchange import ExchangeCase, Links, measure_links
+from dsv4jax.bench.steps.random_state import random_cache, random_params
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig
 from dsv4jax.implementation import with_implementation

@@ -16,10 +16,10 @@ import jax
 import numpy as np
 import torch
 
-from dsv4jax.bench.conditions import conditions, flag_values
-from dsv4jax.bench.page import reported
-from dsv4jax.bench.plots import Axis, Plot
-from dsv4jax.bench.result import Result
+from dsv4jax.bench.results.conditions import conditions, flag_values
+from dsv4jax.bench.results.page import reported
+from dsv4jax.bench.results.plots import Axis, Plot
+from dsv4jax.bench.results.result import Result
 from pallas_kernels.moe_experts import benchmark as experts
 from pallas_kernels.moe_experts.arg_specs import EXPERTS, HIDDEN, TOKENS, WIDTH, K
 from pallas_kernels.timing import ceilings, device_microseconds

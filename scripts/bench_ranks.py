@@ -16,13 +16,13 @@ import command_line
 from absl import flags
 from bench_system import MAX_MODEL_LEN, RANKS, SEED, SLOTS, make_system, system_ceiling, system_conditions
 
-from dsv4jax.bench.counting import Window
-from dsv4jax.bench.page import reported
-from dsv4jax.bench.placement import balanced_chunks, placement, traffic
-from dsv4jax.bench.plots import Axis, Plot
-from dsv4jax.bench.ranks import Load, RanksRun, loss, run_lag, run_slow_hosts
-from dsv4jax.bench.result import Result, text_table
-from dsv4jax.bench.system import System
+from dsv4jax.bench.engines.placement import balanced_chunks, placement, traffic
+from dsv4jax.bench.engines.ranks import Load, RanksRun, loss, run_lag, run_slow_hosts
+from dsv4jax.bench.engines.system import System
+from dsv4jax.bench.results.page import reported
+from dsv4jax.bench.results.plots import Axis, Plot
+from dsv4jax.bench.results.result import Result, text_table
+from dsv4jax.bench.traffic.counting import Window
 
 _SECTIONS = flags.DEFINE_multi_enum(
     "sections",

@@ -26,11 +26,11 @@ from absl import flags, logging
 from engine_flags import RANKS, Sizes, check_sizes, make_shape
 from executables import use_virtual_devices
 
-from dsv4jax.bench.conditions import conditions, flag_values
-from dsv4jax.bench.page import reported
-from dsv4jax.bench.plots import Axis, Plot
-from dsv4jax.bench.random_state import random_params
-from dsv4jax.bench.result import Result
+from dsv4jax.bench.results.conditions import conditions, flag_values
+from dsv4jax.bench.results.page import reported
+from dsv4jax.bench.results.plots import Axis, Plot
+from dsv4jax.bench.results.result import Result
+from dsv4jax.bench.steps.random_state import random_params
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.engine_params import load_engine_params

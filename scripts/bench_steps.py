@@ -34,16 +34,11 @@ from dsv4jax.batch import (
     decode_batch,
     prefill_batch,
 )
-from dsv4jax.bench.ceilings import measured_ceilings
-from dsv4jax.bench.conditions import conditions, flag_values
-from dsv4jax.bench.costs import Cost, step_costs
-from dsv4jax.bench.page import reported
-from dsv4jax.bench.plots import Axis, Plot
-from dsv4jax.bench.prefill import OPTIMISATIONS, PromptCase, prompt_cases, prompt_verdicts
-from dsv4jax.bench.random_state import RandomHostTables, random_cache, random_params
-from dsv4jax.bench.result import Result
-from dsv4jax.bench.stages import stage_lines, step_verdicts, table
-from dsv4jax.bench.steps import (
+from dsv4jax.bench.results.conditions import conditions, flag_values
+from dsv4jax.bench.results.page import reported
+from dsv4jax.bench.results.plots import Axis, Plot
+from dsv4jax.bench.results.result import Result
+from dsv4jax.bench.steps.cases import (
     GREEDY,
     PAGE,
     StepCase,
@@ -56,7 +51,12 @@ from dsv4jax.bench.steps import (
     profile_step,
     time_step,
 )
-from dsv4jax.bench.trace import Profile
+from dsv4jax.bench.steps.ceilings import measured_ceilings
+from dsv4jax.bench.steps.costs import Cost, step_costs
+from dsv4jax.bench.steps.prefill import OPTIMISATIONS, PromptCase, prompt_cases, prompt_verdicts
+from dsv4jax.bench.steps.random_state import RandomHostTables, random_cache, random_params
+from dsv4jax.bench.steps.stages import stage_lines, step_verdicts, table
+from dsv4jax.bench.steps.trace import Profile
 from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from absl import flags
 
-from dsv4jax.bench.ceilings import constants_of, measured_ceilings
-from dsv4jax.bench.conditions import conditions
-from dsv4jax.bench.cost_model import HardwareCost
-from dsv4jax.bench.hardware import load_hardware
-from dsv4jax.bench.system import Sizes, System, load_system, simulated_system
+from dsv4jax.bench.engines.system import Sizes, System, load_system, simulated_system
+from dsv4jax.bench.planning.cost_model import HardwareCost
+from dsv4jax.bench.planning.hardware import load_hardware
+from dsv4jax.bench.results.conditions import conditions
+from dsv4jax.bench.steps.ceilings import measured_ceilings
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.simulated import CostModel, LinearCost, fixed_acceptance
 
@@ -98,7 +98,7 @@ def system_ceiling() -> dict[str, Any]:
     if EXECUTOR.value == "model":
         return measured_ceilings()
     if _HARDWARE.value is not None:
-        return constants_of(load_hardware(_HARDWARE.value))
+        return load_hardware(_HARDWARE.value).as_ceiling()
     return {"what": "assumed: steps take the round numbers of `LinearCost`, which are no machine's rates"}
 
 

@@ -18,21 +18,29 @@ import command_line
 import numpy as np
 from absl import flags
 
-from dsv4jax.bench.agents import AgentParameters, read_parameters
-from dsv4jax.bench.calibrate import calibrate, calibration_errors
-from dsv4jax.bench.ceilings import constants_of
-from dsv4jax.bench.conditions import conditions, flag_values
-from dsv4jax.bench.cost_model import HardwareCost
-from dsv4jax.bench.hardware import Hardware, load_hardware
-from dsv4jax.bench.page import reported
-from dsv4jax.bench.planner import WIDTHS, Plan, Sweep, Targets, Workload, load_workload, make_plan, pareto_front
-from dsv4jax.bench.plots import Axis, Plot
-from dsv4jax.bench.published import published_rows
-from dsv4jax.bench.result import Result, load, text_table
-from dsv4jax.bench.session_report import latency_rows, summary_row
-from dsv4jax.bench.session_report import verdicts as session_verdicts
-from dsv4jax.bench.simulation import Traffic, simulate
-from dsv4jax.bench.verdicts import limit
+from dsv4jax.bench.planning.calibrate import calibrate, calibration_errors
+from dsv4jax.bench.planning.cost_model import HardwareCost
+from dsv4jax.bench.planning.hardware import Hardware, load_hardware
+from dsv4jax.bench.planning.planner import (
+    WIDTHS,
+    Plan,
+    Sweep,
+    Targets,
+    Workload,
+    load_workload,
+    make_plan,
+    pareto_front,
+)
+from dsv4jax.bench.planning.published import published_rows
+from dsv4jax.bench.planning.simulation import Traffic, simulate
+from dsv4jax.bench.results.conditions import conditions, flag_values
+from dsv4jax.bench.results.page import reported
+from dsv4jax.bench.results.plots import Axis, Plot
+from dsv4jax.bench.results.result import Result, load, text_table
+from dsv4jax.bench.results.verdicts import limit
+from dsv4jax.bench.traffic.agents import AgentParameters, read_parameters
+from dsv4jax.bench.traffic.session_report import latency_rows, summary_row
+from dsv4jax.bench.traffic.session_report import verdicts as session_verdicts
 from dsv4jax.config import ModelConfig
 from sharding.layout import EXCHANGES
 
@@ -216,7 +224,7 @@ def main() -> None:
             hardware=hardware.as_dict(),
         ),
         keys=_KEYS,
-        ceiling=constants_of(hardware),
+        ceiling=hardware.as_ceiling(),
     )
     with reported(_REPORT.value, result):
         result.add_rows("calibration", errors)

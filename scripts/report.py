@@ -12,8 +12,8 @@ from pathlib import Path
 import command_line
 from absl import flags
 
-from dsv4jax.bench.page import comparison_page, page
-from dsv4jax.bench.result import load
+from dsv4jax.bench.results.page import comparison_page, page
+from dsv4jax.bench.results.result import load
 
 _REPORT = flags.DEFINE_string("report", None, "Directory to write the page into.", required=True)
 _COMPARE = flags.DEFINE_multi_string("compare", [], "Result file to compare the others with; may be repeated.")

@@ -16,13 +16,13 @@ from absl import flags
 from absl.testing import flagsaver
 from golden import small_model
 
-from dsv4jax.bench import prefill
-from dsv4jax.bench.costs import Cost, StepShape, step_costs
-from dsv4jax.bench.random_state import RandomHostTables, random_cache, random_params
-from dsv4jax.bench.result import Result, load
-from dsv4jax.bench.stages import stage_lines, step_verdicts, table
-from dsv4jax.bench.steps import PAGE, compare_programs, decode_case, prefill_case, prefill_chunks
-from dsv4jax.bench.trace import (
+from dsv4jax.bench.results.result import Result, load
+from dsv4jax.bench.steps import prefill
+from dsv4jax.bench.steps.cases import PAGE, compare_programs, decode_case, prefill_case, prefill_chunks
+from dsv4jax.bench.steps.costs import Cost, StepShape, step_costs
+from dsv4jax.bench.steps.random_state import RandomHostTables, random_cache, random_params
+from dsv4jax.bench.steps.stages import stage_lines, step_verdicts, table
+from dsv4jax.bench.steps.trace import (
     OTHER,
     STAGES,
     Kernel,

@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 from bench_scripts import run_script
 
-from dsv4jax.bench.admission import BurstLoad, admission_stages, beside_long_prompt, list_based_admission, run_bursts
-from dsv4jax.bench.counting import Window
-from dsv4jax.bench.result import load
-from dsv4jax.bench.system import Sizes, simulated_system
+from dsv4jax.bench.engines.admission import (
+    BurstLoad,
+    admission_stages,
+    beside_long_prompt,
+    list_based_admission,
+    run_bursts,
+)
+from dsv4jax.bench.engines.system import Sizes, simulated_system
+from dsv4jax.bench.results.result import load
+from dsv4jax.bench.traffic.counting import Window
 from dsv4jax.engine.simulated import LinearCost
 
 COST = LinearCost(step=0.01, prefill_token=1e-4, prefill_pair=0, decode_token=0, decode_context=0)

@@ -12,11 +12,17 @@ from bench_scripts import run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4jax.bench.agents import AgentParameters, Lognormal, generate_sessions, read_parameters, trace_statistics
-from dsv4jax.bench.driver import run_engine
-from dsv4jax.bench.result import load
-from dsv4jax.bench.sessions import FIRST_MARKERS, MARKER_TOKENS, SessionWorkload, content_tokens
-from dsv4jax.bench.trace_file import HEADER, Message, Session, TurnPlan, read_trace, write_trace
+from dsv4jax.bench.results.result import load
+from dsv4jax.bench.traffic.agents import (
+    AgentParameters,
+    Lognormal,
+    generate_sessions,
+    read_parameters,
+    trace_statistics,
+)
+from dsv4jax.bench.traffic.driver import run_engine
+from dsv4jax.bench.traffic.sessions import FIRST_MARKERS, MARKER_TOKENS, SessionWorkload, content_tokens
+from dsv4jax.bench.traffic.trace_file import HEADER, Message, Session, TurnPlan, read_trace, write_trace
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.records import Observer
 from dsv4jax.engine.replay import ReplayRule
@@ -432,7 +438,7 @@ def test_the_script_keeps_what_was_measured_before_ctrl_c(tmp_path, monkeypatch)
         loop.__class__ = Interrupting
         return run_engine(engine, executor, loop, **options)
 
-    monkeypatch.setattr("dsv4jax.bench.driver.run_engine", interrupted)
+    monkeypatch.setattr("dsv4jax.bench.traffic.driver.run_engine", interrupted)
     with pytest.raises(SystemExit):
         script(tmp_path, "--scale=0.01", "--live=3", "--seconds=60", "--warm_up_seconds=0.1")
     result = load(tmp_path / "agents.json")

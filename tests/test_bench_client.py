@@ -12,12 +12,12 @@ from fake_engine import FakeEngine, make_app
 from hand_made_server import END, STREAM, HandMadeServer, event, response, text_event, usage_event
 from talking_server import serving
 
-from dsv4jax.bench.client import run_http
-from dsv4jax.bench.counting import Window, summarize
-from dsv4jax.bench.http_target import Target, find_model, words
-from dsv4jax.bench.result import load
-from dsv4jax.bench.sessions import SessionWorkload
-from dsv4jax.bench.trace_file import Message, Session, TurnPlan
+from dsv4jax.bench.results.result import load
+from dsv4jax.bench.traffic.client import run_http
+from dsv4jax.bench.traffic.counting import Window, summarize
+from dsv4jax.bench.traffic.http_target import Target, find_model, words
+from dsv4jax.bench.traffic.sessions import SessionWorkload
+from dsv4jax.bench.traffic.trace_file import Message, Session, TurnPlan
 from dsv4jax.server.run import BackgroundServer
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4jax.bench.counting import (
+from dsv4jax.bench.traffic.counting import (
     Limits,
     Percentiles,
     Window,
@@ -18,7 +18,7 @@ from dsv4jax.bench.counting import (
     summarize,
     throughput,
 )
-from dsv4jax.bench.records import Measurement, spread
+from dsv4jax.bench.traffic.records import Measurement, spread
 
 
 def measurement(name="r", arrived=0.0, tokens=(1, 1, 1), finish_reason="length", prompt=100, cached=0, **options):

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from bench_scripts import run_script
 
-from dsv4jax.bench.host_cost import host_cost
-from dsv4jax.bench.host_gap import decode_gap, decode_length, submit_behind_contexts
-from dsv4jax.bench.result import load
-from dsv4jax.bench.system import Sizes, finish_prefill, simulated_system
+from dsv4jax.bench.engines.host_cost import host_cost
+from dsv4jax.bench.engines.host_gap import decode_gap, decode_length, submit_behind_contexts
+from dsv4jax.bench.engines.system import Sizes, finish_prefill, simulated_system
+from dsv4jax.bench.results.result import load
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.engine.simulated import LinearCost, fixed_acceptance
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from bench_scripts import load_script, run_script, small_config
 
-from dsv4jax.bench import draft_rates, system
-from dsv4jax.bench.draft_rates import MeasuredTimes
-from dsv4jax.bench.drafts import acceptance, reliability
-from dsv4jax.bench.result import Result, load
+from dsv4jax.bench.engines import draft_rates, system
+from dsv4jax.bench.engines.draft_rates import MeasuredTimes
+from dsv4jax.bench.results.result import Result, load
+from dsv4jax.bench.steps.drafts import acceptance, reliability
 from dsv4jax.checkpoint.random import random_params
 from dsv4jax.config import ModelConfig
 from dsv4jax.draft_statistics import step_statistics

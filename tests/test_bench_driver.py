@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulated import CFG, NO_CONTEXT, SEVENS
 
-from dsv4jax.bench.counting import Window, summarize
-from dsv4jax.bench.driver import OpenLoop, Turn, run_engine
+from dsv4jax.bench.traffic.counting import Window, summarize
+from dsv4jax.bench.traffic.driver import OpenLoop, Turn, run_engine
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.records import Observer
 from dsv4jax.engine.request import GenerationRequest

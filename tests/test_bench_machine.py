@@ -8,7 +8,7 @@ import jax
 import pytest
 from bench_scripts import run_script
 
-from dsv4jax.bench.result import load
+from dsv4jax.bench.results.result import load
 from pallas_kernels.timing import Case
 
 

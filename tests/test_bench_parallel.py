@@ -4,7 +4,7 @@ import pytest
 from bench_scripts import load_script, run_script
 from checkpoint_files import run_python
 
-from dsv4jax.bench.result import Result, load
+from dsv4jax.bench.results.result import Result, load
 
 PROGRAM = """
 import json, sys

@@ -9,13 +9,13 @@ from bench_scripts import run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4jax.bench.counting import Window
-from dsv4jax.bench.driver import OpenLoop, Turn, run_engine
-from dsv4jax.bench.placement import balanced_chunks, hot_prefix, placement, traffic
-from dsv4jax.bench.rank_work import WORK, StepCost, WorkExecutor, fit_step_cost
-from dsv4jax.bench.ranks import Load, MirroredRanks, loss, run_lag, run_slow_hosts
-from dsv4jax.bench.result import load as load_result
-from dsv4jax.bench.system import Sizes, simulated_system
+from dsv4jax.bench.engines.placement import balanced_chunks, hot_prefix, placement, traffic
+from dsv4jax.bench.engines.rank_work import WORK, StepCost, WorkExecutor, fit_step_cost
+from dsv4jax.bench.engines.ranks import Load, MirroredRanks, loss, run_lag, run_slow_hosts
+from dsv4jax.bench.engines.system import Sizes, simulated_system
+from dsv4jax.bench.results.result import load as load_result
+from dsv4jax.bench.traffic.counting import Window
+from dsv4jax.bench.traffic.driver import OpenLoop, Turn, run_engine
 from dsv4jax.engine.simulated import LinearCost, fixed_acceptance
 
 COST = LinearCost(step=4e-3, prefill_token=2e-5, prefill_pair=1e-9, decode_token=1e-4, decode_context=1e-7)
@@ -191,7 +191,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
         runs.append(run_engine(*arguments, **options))
         return dataclasses.replace(runs[-1], interrupted=len(runs) == 2)
 
-    monkeypatch.setattr("dsv4jax.bench.ranks.run_engine", interrupted)
+    monkeypatch.setattr("dsv4jax.bench.engines.ranks.run_engine", interrupted)
     options = ["--ranks=2", "--sections=lag", "--seconds=2", "--warm_up=0.5", "--lag=0.5", "--requests=1"]
     with pytest.raises(SystemExit):
         run_script("bench_ranks", *options, "--prompt_tokens=300", "--output_tokens=20", f"--report={tmp_path}")

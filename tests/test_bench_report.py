@@ -12,11 +12,11 @@ from browser import browse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4jax.bench.comparison import compare, spread
-from dsv4jax.bench.page import comparison_page, page, reported, write_report
-from dsv4jax.bench.plots import Axis, Plot
-from dsv4jax.bench.result import Result, load
-from dsv4jax.bench.svg import draw, number, pareto_front, usable_rows
+from dsv4jax.bench.results.comparison import compare, spread
+from dsv4jax.bench.results.page import comparison_page, page, reported, write_report
+from dsv4jax.bench.results.plots import Axis, Plot
+from dsv4jax.bench.results.result import Result, load
+from dsv4jax.bench.results.svg import draw, number, pareto_front, usable_rows
 
 HOSTILE = "<script>alert('&')</script>"
 TIME, CONTEXT = Axis("time", "ms"), Axis("context", "tokens", log=True)

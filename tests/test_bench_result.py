@@ -8,9 +8,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dsv4jax.bench.conditions import conditions
-from dsv4jax.bench.plots import Axis, Plot
-from dsv4jax.bench.result import Result, load, text_table
+from dsv4jax.bench.results.conditions import conditions
+from dsv4jax.bench.results.plots import Axis, Plot
+from dsv4jax.bench.results.result import Result, load, text_table
 
 PLOT = Plot(
     "line", "Time", "steps", "context", ("milliseconds",), Axis("context", "tokens", log=True), Axis("time", "ms"),

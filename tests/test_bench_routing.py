@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4jax.balance.solver import Solver
-from dsv4jax.bench.result import load
-from dsv4jax.bench.routing import balancedness_by_step, judged_steps, routing_lines
+from dsv4jax.bench.results.result import load
+from dsv4jax.bench.steps.routing import balancedness_by_step, judged_steps, routing_lines
 
 
 def skewed(steps: int) -> np.ndarray:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4jax.bench.calibrate import calibrate, calibration_errors, fit_factors
-from dsv4jax.bench.cost_model import PARTS, HardwareCost, StepWork
-from dsv4jax.bench.costs import Cost, StepShape, step_costs
-from dsv4jax.bench.hardware import CONSTANTS, GIVEN, STAGES, Hardware, hardware_from_dict, load_hardware
-from dsv4jax.bench.published import published_rows
-from dsv4jax.bench.result import Result
+from dsv4jax.bench.planning.calibrate import calibrate, calibration_errors, fit_factors
+from dsv4jax.bench.planning.cost_model import PARTS, HardwareCost, StepWork
+from dsv4jax.bench.planning.hardware import CONSTANTS, GIVEN, STAGES, Hardware, hardware_from_dict, load_hardware
+from dsv4jax.bench.planning.published import published_rows
+from dsv4jax.bench.results.result import Result
+from dsv4jax.bench.steps.costs import Cost, StepShape, step_costs
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.plan import Decodes, Prefill, RankPlan, Speculation, StepPlan
 

@@ -19,7 +19,7 @@ from dsv4jax.batch import (
     prefill_batch,
     speculative_batch,
 )
-from dsv4jax.bench.steps import decode_case
+from dsv4jax.bench.steps.cases import decode_case
 from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.numerics import FAST, REFERENCE

@@ -9,10 +9,9 @@ from bench_scripts import run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4jax.bench.agents import AgentParameters, Lognormal
-from dsv4jax.bench.cost_model import HardwareCost
-from dsv4jax.bench.hardware import Constant, load_hardware
-from dsv4jax.bench.planner import (
+from dsv4jax.bench.planning.cost_model import HardwareCost
+from dsv4jax.bench.planning.hardware import Constant, load_hardware
+from dsv4jax.bench.planning.planner import (
     PAGE,
     Plan,
     Sweep,
@@ -23,8 +22,9 @@ from dsv4jax.bench.planner import (
     make_plan,
     pareto_front,
 )
-from dsv4jax.bench.result import load
-from dsv4jax.bench.simulation import Traffic, simulate
+from dsv4jax.bench.planning.simulation import Traffic, simulate
+from dsv4jax.bench.results.result import load
+from dsv4jax.bench.traffic.agents import AgentParameters, Lognormal
 from dsv4jax.cache import CacheConfig
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.memory_plan import memory_plan

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_scheduler import Recorder, assert_empty
 
-from dsv4jax.bench.driver import OpenLoop, Turn, run_engine
+from dsv4jax.bench.traffic.driver import OpenLoop, Turn, run_engine
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.plan import Decodes, Prefill, RankPlan, StepPlan
 from dsv4jax.engine.replay import ReplayRule

@@ -1,0 +1,1 @@
+"""Experiments through an engine: its host, its ranks, admission, drafts."""

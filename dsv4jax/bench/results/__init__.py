@@ -1,0 +1,1 @@
+"""Result files, their tables and plots, pages, and comparisons of two runs."""
