@@ -16,6 +16,8 @@ from absl import flags
 from absl.testing import flagsaver
 from golden import small_model
 
+from dsv4jax.bench.planning.hardware import STAGES as CALIBRATED
+from dsv4jax.bench.planning.hardware import load_hardware
 from dsv4jax.bench.results.result import Result, load
 from dsv4jax.bench.steps import prefill
 from dsv4jax.bench.steps.cases import PAGE, compare_programs, decode_case, prefill_case, prefill_chunks
@@ -42,6 +44,7 @@ from dsv4jax.step_flags import STEP_OPTIONS, VARIANTS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import bench_steps
+from bench_scripts import run_script
 from command_line import sizes_of
 
 from pallas_kernels.index_select import kernel
@@ -402,7 +405,7 @@ def script(tmp_path, tiny, params, monkeypatch):
 
 
 @pytest.mark.timeout(300)
-def test_the_script_times_an_emulated_rank_and_reports_its_stages(script, capsys):
+def test_the_script_times_an_emulated_rank_and_reports_its_stages(script, tmp_path, capsys):
     (result,) = script("--ranks=4", "--decode=2x2x40", "--prefill=", "--profile", "--rounds=2").values()
     assert result.experiment == "forward" and not result.interrupted
     assert result.conditions["emulated_ranks"] == 4 and result.conditions["implementation"] == "reference"
@@ -421,6 +424,27 @@ def test_the_script_times_an_emulated_rank_and_reports_its_stages(script, capsys
     printed = capsys.readouterr().out
     assert "one rank of 4, the exchange by copies on the device" in printed
     assert re.search(r"^sparse_attention +\d", printed, re.M)
+    plans_with_what_was_measured(result, tmp_path)
+
+
+def plans_with_what_was_measured(measured: Result, directory: Path) -> None:
+    """The planner takes its constants from the file that the script wrote, and plans the model that was measured."""
+    own = directory / "own.json"
+    given = [f"--calibrate={directory / 'forward.json'}", f"--save_hardware={own}", f"--report={directory}"]
+    tried = ["--decode_widths=1,2", "--prefill_widths=2", "--batches=1,4", "--drafts=0", "--chunks=2048"]
+    run_script("plan", f"--model={directory}", *given, *tried)
+    hardware, plan = load_hardware(own), load(directory / "plan.json")
+    assert hardware.memory_bandwidth.value == measured.ceiling["copy"]
+    assert hardware.stages["experts"].kind == "measured" and "1 steps" in hardware.stages["experts"].source
+    (row,) = plan.rows["calibration"]
+    profiled = sum(line["microseconds"] or 0 for line in measured.rows["stages"] if line["stage"] in CALIBRATED)
+    assert row["step"] == "decode 2 x 2 at 40" and row["measured_ms"] == pytest.approx(profiled / 1e3)
+    # One point for each stage: whatever is slower than the machine's rates is fitted.
+    assert row["model_ms"] >= 0.99 * row["measured_ms"]
+    assert len(plan.rows["points"]) == 4 and plan.conditions["hardware"] == hardware.as_dict()
+    # The released sizes are another model.
+    with pytest.raises(ValueError, match="which must be the one that was measured"):
+        run_script("plan", *given[:1])
 
 
 def test_the_script_runs_all_chunks_behind_a_prefix_with_each_optimisation_alone_and_cumulatively(script, monkeypatch):

@@ -259,8 +259,11 @@ def measured_steps(factors: tuple[float, ...], shapes=SHAPES) -> Result:
     result = Result("forward", {"command": "bench_steps.py", "date": "today"}, ceiling=dict(CEILING))
     memory, fp8, bf16, fixed = factors
     for name, shape in shapes.items():
-        result.add_row("steps", {"step": name, "milliseconds": 1.0, "shape": dataclasses.asdict(shape)})
-        for stage, one in step_costs(CFG, shape).items():
+        costs = step_costs(CFG, shape)
+        floor = sum(one.floor(CEILING) for one in costs.values()) / 1e3
+        shape_and_floor = {"shape": dataclasses.asdict(shape), "floor_milliseconds": floor}
+        result.add_row("steps", {"step": name, "milliseconds": 1.0, **shape_and_floor})
+        for stage, one in costs.items():
             seconds = memory * one.bytes / CEILING["copy"] + fixed * one.layers
             seconds += fp8 * one.fp8 / CEILING["fp8"] + bf16 * one.bf16 / CEILING["bf16"]
             result.add_row("stages", {"step": name, "stage": stage, "microseconds": 1e6 * seconds})
@@ -307,6 +310,8 @@ def test_a_result_without_what_is_needed_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             calibrate(H200, dataclasses.replace(result, **change), CFG)
+    with pytest.raises(ValueError, match=r"steps: 'few': floor_milliseconds = .*must be the one that was measured"):
+        calibrate(H200, result, dataclasses.replace(CFG, moe_intermediate_size=1024))
     with pytest.raises(ValueError, match="points: 0 seconds: must be greater than 0"):
         fit_factors([(Cost(bytes=1.0), 0.0)], CEILING)
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from scipy.optimize import lsq_linear
 
 from dsv4jax.bench.planning.hardware import STAGES, Constant, Hardware, StageFactors
-from dsv4jax.bench.results.result import Result
+from dsv4jax.bench.results.result import Result, is_number
 from dsv4jax.bench.steps.costs import Cost, StepShape, step_costs
 from dsv4jax.config import ModelConfig
 
@@ -29,7 +30,7 @@ def calibrate(hardware: Hardware, result: Result, cfg: ModelConfig) -> Hardware:
       cfg: of the model that ran.
 
     Raises:
-      ValueError: the result is of another experiment, or lacks what is needed; names it.
+      ValueError: the result is of another experiment or model, or lacks what is needed; names it.
     """
     if result.experiment != "forward":
         raise ValueError(f"experiment = {result.experiment!r}: must be 'forward'")
@@ -37,7 +38,11 @@ def calibrate(hardware: Hardware, result: Result, cfg: ModelConfig) -> Hardware:
     for name in ("copy", "fp8", "bf16"):
         if not ceilings.get(name, 0) > 0:
             raise ValueError(f"ceiling: {name} = {ceilings.get(name)!r}: must be a rate greater than 0")
-    shapes = {row["step"]: _shape(row) for row in result.rows.get("steps", []) if "error" not in row}
+    steps = [row for row in result.rows.get("steps", []) if "error" not in row]
+    shapes = {row["step"]: _shape(row) for row in steps}
+    costs = {step: step_costs(cfg, shape) for step, shape in shapes.items()}
+    for row in steps:
+        _require_model(row, costs[row["step"]], ceilings)
     measured = collections.defaultdict(list)
     for row in result.rows.get("stages", []):
         if row["step"] not in shapes:
@@ -46,7 +51,6 @@ def calibrate(hardware: Hardware, result: Result, cfg: ModelConfig) -> Hardware:
             measured[row["stage"], row["step"]].append(row["microseconds"])
     if not measured:
         raise ValueError("stages: no time of any stage; steps must have been profiled")
-    costs = {step: step_costs(cfg, shape) for step, shape in shapes.items()}
     points = collections.defaultdict(list)
     for (stage, step), microseconds in measured.items():
         if stage in costs[step]:
@@ -65,12 +69,13 @@ def calibration_errors(hardware: Hardware, result: Result, cfg: ModelConfig) -> 
     """Each profiled step of a result: what its stages took, what they take by the hardware's factors, and the error of
     that. Raises as `calibrate`."""
     rows = []
-    for row in result.rows.get("steps", []):
+    rounds = {row["step"]: row for row in result.rows.get("steps", []) if "error" not in row}
+    for row in rounds.values():
         measured = collections.defaultdict(list)
         for one in result.rows.get("stages", []):
             if one["step"] == row["step"] and _is_measured(one):
                 measured[one["stage"]].append(one["microseconds"])
-        if not measured or "error" in row:
+        if not measured:
             continue
         costs = step_costs(cfg, _shape(row))
         microseconds = sum(statistics.median(found) for found in measured.values())
@@ -114,6 +119,16 @@ def fit_factors(points: Sequence[tuple[Cost, float]], ceilings: Mapping[str, flo
 def _is_measured(row: Mapping[str, Any]) -> bool:
     """Whether a row of a profile has a time of a stage that hardware has factors of."""
     return row.get("stage") in STAGES and (row.get("microseconds") or 0) > 0
+
+
+def _require_model(row: Mapping[str, Any], costs: Mapping[str, Cost], ceilings: Mapping[str, float]) -> None:
+    """Raises ValueError unless the floor of a measured step is that of the model that these costs are of."""
+    found, ours = row.get("floor_milliseconds"), sum(cost.floor(ceilings) for cost in costs.values()) / 1e3
+    if not is_number(found) or not math.isclose(found, ours, rel_tol=1e-6):
+        raise ValueError(
+            f"steps: {row['step']!r}: floor_milliseconds = {found!r}: must be {ours:.6g}, as of the given model, which"
+            " must be the one that was measured"
+        )
 
 
 def _shape(row: Mapping[str, Any]) -> StepShape:
