@@ -45,10 +45,6 @@ _SECONDS = flags.DEFINE_float("seconds", 50.0, "Seconds of a run with bursts, on
 _LONG = flags.DEFINE_integer("long_prompt", 855_000, "Tokens of the long prompt.", 1)
 _CHATS = flags.DEFINE_integer("chats", 32, "Chats beside it.", 1)
 _REPORT = command_line.report_flag()
-_OWN = (
-    _SECTIONS, _TOKENS, _REPEATS, _TOKENIZER, _CAPS, _RUNNING, _RUNNING_TOKENS, _BURST, _PROMPT, _OUTPUT, _EVERY,
-    _SECONDS, _LONG, _CHATS,
-)  # fmt: skip
 flags.set_default(SLOTS, 64)
 
 # prefill_tokens, prefill_every, decode_every
@@ -149,7 +145,7 @@ def main() -> None:
     }
     control = {section: control[section] for section in sections}
     plots = [plot for plot in _PLOTS if plot.table in sections]
-    given, ceiling = system_conditions(system, _OWN), system_ceiling()
+    given, ceiling = system_conditions(system, globals()), system_ceiling()
     made = Result("admission", given, keys=_KEYS, control=control, ceiling=ceiling, plots=plots)
     with reported(_REPORT.value, made) as result:
         if "stages" in sections:

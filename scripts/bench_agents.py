@@ -26,7 +26,7 @@ from absl import flags
 from bench_system import EXECUTOR, MAX_MODEL_LEN, RANKS, SEED, SLOTS, make_system, system_ceiling, system_conditions
 
 from dsv4jax.bench.engines.system import PAGE
-from dsv4jax.bench.results.conditions import conditions
+from dsv4jax.bench.results.conditions import conditions, flag_values
 from dsv4jax.bench.results.page import reported
 from dsv4jax.bench.results.result import Result, text_of, text_table
 from dsv4jax.bench.traffic.agents import AgentParameters, generate_sessions, read_parameters, trace_statistics
@@ -82,10 +82,7 @@ _DRAIN = flags.DEFINE_float("drain_seconds", 60.0, "How long requests of --url m
 _TIMEOUT = flags.DEFINE_float("request_timeout", 600.0, "Seconds a request to --url may take.", 1e-3)
 
 _OF_URL = (_PAGE_SIZE, _API, _STAND_INS, _NAME, _FIELDS, _REPLAY, _DEVICES, _DRAIN, _TIMEOUT)
-_OWN = (
-    _PARAMETERS, _TRACE, _SESSIONS, _SCALE, _LIVE, _FROM_THE_MIDDLE, _COLD, _RUN, _IDS, _SECONDS, _WARM_UP, _URL,
-    *_OF_URL,
-)  # fmt: skip
+_OF_ENGINE = {flag.name: flag for flag in (EXECUTOR, RANKS, SLOTS)}
 _COUNTED_SESSIONS = 200  # of the generator, for statistics
 
 
@@ -153,7 +150,7 @@ def http_server() -> Server:
         conditions=conditions(
             model=f"{model.name} at {_URL.value}",
             layout="the server's",
-            flags={flag.name: flag.value for flag in (MAX_MODEL_LEN, SEED, *_OWN)},
+            flags={name: value for name, value in flag_values(globals()).items() if name not in _OF_ENGINE},
             seed=SEED.value,
         ),
         devices=_DEVICES.value,
@@ -176,7 +173,7 @@ def own_server(most_tokens: int) -> Server:
         return Run(found.measurements, found.ended, found.interrupted)
 
     return Server(
-        conditions=system_conditions(system, _OWN),
+        conditions=system_conditions(system, globals()),
         devices=RANKS.value,
         max_context=length,
         page_size=PAGE,
@@ -239,7 +236,7 @@ def sessions_of(parameters: AgentParameters) -> Sessions:
 
 def check_flags() -> None:
     """Raises ValueError for flags that would have no effect, or that contradict others."""
-    wrong, why = (_OF_URL, "needs") if _URL.value is None else ((EXECUTOR, RANKS, SLOTS), "must not be given with")
+    wrong, why = (_OF_URL, "needs") if _URL.value is None else (_OF_ENGINE.values(), "must not be given with")
     for flag in wrong:
         if flag.present:
             raise ValueError(f"--{flag.name}: {why} --url")

@@ -30,6 +30,7 @@ from dsv4jax.bench.results.conditions import conditions, flag_values
 from dsv4jax.bench.results.page import reported
 from dsv4jax.bench.results.plots import Axis, Plot
 from dsv4jax.bench.results.result import Result, text_table
+from dsv4jax.bench.steps.routing import evenness
 from dsv4jax.config import ModelConfig
 from sharding.placement import check_slots, chosen_slots, initial_owners, placement_from_owners
 
@@ -158,15 +159,11 @@ def layer_results(
             result[f"{form}_moved"] = int(np.sum(found != owners[form]))
             owners[form] = found
             by_step[form] = balancedness(judged, found, stack, ranks)
-            result[f"{form}_recorded"] = float(np.mean(_evenness(rank_loads(loads, found, ranks))))
+            result[f"{form}_recorded"] = float(np.mean(evenness(rank_loads(loads, found, ranks))))
         result |= {name: float(ratios.mean()) for name, ratios in by_step.items()}
         if half:
             result["steps_first_half"] = float(by_step["steps"][:half].mean())
         yield result, by_step
-
-
-def _evenness(by_rank: np.ndarray) -> np.ndarray:
-    return by_rank.mean(1) / by_rank.max(1)
 
 
 def main() -> None:

@@ -39,7 +39,6 @@ _HOST = flags.DEFINE_multi_integer("host_requests", [1, 64, 256, 1024], "Running
 _LONG = flags.DEFINE_integer("long_prompt", 0, "Tokens of one of these requests; 0 for as few as the others have.", 0)
 _CACHE = command_line.compile_cache_flag()
 _REPORT = command_line.report_flag()
-_OWN = (_SECTIONS, _POINTS, _STEPS, _SKEW, _ROUNDS, _REPEATS, _HOST, _LONG)
 
 flags.set_default(EXECUTOR, "model")
 
@@ -81,7 +80,7 @@ def run_gap(result: Result, points: Sequence[tuple[int, int]]) -> None:
         decode_requests=tuple(requests for requests, _ in points),
     )
     system = make_system(random_contents=True, sizes=sizes)
-    result.conditions, result.ceiling = system_conditions(system, _OWN), system_ceiling()
+    result.conditions, result.ceiling = system_conditions(system, globals()), system_ceiling()
     for requests, context in points:
         rows = []
         for _ in range(_REPEATS.value):
@@ -126,7 +125,7 @@ def main() -> None:
     if _SKEW.value and RANKS.value == 1:
         raise ValueError(f"--skew={_SKEW.value}: must be 0 with --ranks=1")
     plots = [plot for plot in _PLOTS if plot.table in sections]
-    made = Result("decode", system_conditions(None, _OWN), keys=_KEYS, plots=plots)
+    made = Result("decode", system_conditions(None, globals()), keys=_KEYS, plots=plots)
     with reported(_REPORT.value, made) as result:
         if "gap" in sections:
             run_gap(result, points)

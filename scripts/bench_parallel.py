@@ -39,6 +39,7 @@ from dsv4jax.bench.steps.cases import (
 )
 from dsv4jax.bench.steps.exchange import ExchangeCase, Links, measure_links
 from dsv4jax.bench.steps.random_state import random_cache, random_params
+from dsv4jax.bench.steps.routing import evenness
 from dsv4jax.checkpoint.reduced_config import reduced_config
 from dsv4jax.config import ModelConfig
 from dsv4jax.implementation import with_implementation
@@ -137,7 +138,7 @@ def measure_step(
         "milliseconds": sent * 1e3,
         "milliseconds_waited_for": waited * 1e3,
         "tokens_per_second": tokens / sent,
-        "balancedness": float(np.mean(by_rank.mean(1) / by_rank.max(1))),
+        "balancedness": float(np.mean(evenness(by_rank))),
         "uniform_control": float(uniform_balancedness(load.sum(1) / k, k, cfg.n_routed_experts, ranks).mean()),
         "experts_in_use": float((load > 0).sum(1).mean()),
     }

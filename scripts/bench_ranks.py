@@ -44,10 +44,6 @@ _LONG = flags.DEFINE_integer("long_prompt", 200_000, "Tokens of the long prompt 
 _HOURS = flags.DEFINE_float("hours", 0.05, "Virtual hours of section traffic.", 0.0001)
 _RATE = flags.DEFINE_float("rate", 2.0, "Requests per virtual second of section traffic.", 0.01)
 _REPORT = command_line.report_flag()
-_OWN = (
-    _SECTIONS, _LAG, _SECONDS, _WARM_UP, _REQUESTS, _PROMPT, _OUTPUT, _REPEATS, _DELAYS, _SLOW_SECONDS, _EVERY, _LONG,
-    _HOURS, _RATE,
-)  # fmt: skip
 
 _FITS = 0.25  # relative error of the fitted cost of steps, beyond which it explains nothing
 _PLOTS = [
@@ -193,7 +189,7 @@ def main() -> None:
     check_flags()
     sections = set(_SECTIONS.value)
     system = make_system()
-    made = functools.partial(Result, conditions=system_conditions(system, _OWN), ceiling=system_ceiling())
+    made = functools.partial(Result, conditions=system_conditions(system, globals()), ceiling=system_ceiling())
     if sections - {"slow_rank"}:
         keys = {"runs": ("lag_s",), "loss": ("lag_s",), "placement": ("traffic", "rule"), "chunks": ("chunks",)}
         with reported(_REPORT.value, made("ranks", keys=keys)) as result:

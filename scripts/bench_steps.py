@@ -44,7 +44,6 @@ from dsv4jax.bench.steps.cases import (
     StepCase,
     caught,
     compare_programs,
-    compile_all,
     compile_apart,
     decode_case,
     prefill_case,
@@ -193,7 +192,7 @@ def check_flags(result: Result, params: Params, cfg: ModelConfig, numerics: Nume
         programs, unknown = {}, {}
         for name, options in VARIANTS.items():
             try:
-                (programs[name],) = compile_all([lowered], options)
+                programs[name] = lowered.compile(compiler_options=dict(options) or None)
             except jax.errors.JaxRuntimeError as error:
                 unknown[name] = str(error).splitlines()[0]
         make_cache = functools.partial(random_cache, cfg, case.cache_cfg, numerics)

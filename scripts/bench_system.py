@@ -1,6 +1,6 @@
 """Flags that say what a benchmark measures: an engine on the simulated executor or on a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import command_line
@@ -11,7 +11,7 @@ from absl import flags
 from dsv4jax.bench.engines.system import Sizes, System, load_system, simulated_system
 from dsv4jax.bench.planning.cost_model import HardwareCost
 from dsv4jax.bench.planning.hardware import load_hardware
-from dsv4jax.bench.results.conditions import conditions
+from dsv4jax.bench.results.conditions import conditions, flag_values
 from dsv4jax.bench.steps.ceilings import measured_ceilings
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.simulated import CostModel, LinearCost, fixed_acceptance
@@ -102,25 +102,14 @@ def system_ceiling() -> dict[str, Any]:
     return {"what": "assumed: steps take the round numbers of `LinearCost`, which are no machine's rates"}
 
 
-def system_conditions(system: System | None, own: Sequence[flags.FlagHolder], **others: Any) -> dict[str, Any]:
+def system_conditions(system: System | None, names: Mapping[str, Any]) -> dict[str, Any]:
     """Conditions of a result.
 
     Args:
       system: None where nothing but the scheduler ran.
-      own: flags of the script.
+      names: global names of the script, which its flags are among.
     """
-    of_system = (
-        EXECUTOR,
-        _HARDWARE,
-        _MODEL,
-        _RANDOM,
-        _IMPLEMENTATION,
-        RANKS,
-        SLOTS,
-        MAX_MODEL_LEN,
-        _PREFILL_TOKENS,
-        _PAGES,
-    )
+    others: dict[str, Any] = {}
     programs = None if system is None else system.programs
     if programs is not None:
         others["implementation"] = programs.numerics.implementation
@@ -130,7 +119,7 @@ def system_conditions(system: System | None, own: Sequence[flags.FlagHolder], **
     return conditions(
         model="none" if system is None else system.name,
         layout=f"{RANKS.value} data-parallel ranks",
-        flags={flag.name: flag.value for flag in (*of_system, _ACCEPTANCE, *own)},
+        flags=flag_values(globals()) | flag_values(names),
         seed=SEED.value,
         devices=() if programs is None else jax.devices()[: RANKS.value],
         **others,

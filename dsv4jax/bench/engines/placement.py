@@ -31,9 +31,9 @@ class LoadOnly(Scheduler):
         return min(fits, key=lambda fit: loads[fit[0].number])
 
 
-def hot_prefix(tokens: int, rate: float, count: int, seed: int = 0) -> Iterator[Turn]:
+def hot_prefix(tokens: int, rate: float, count: int) -> Iterator[Turn]:
     """Nine of ten requests begin with the same `tokens` tokens."""
-    rng, now = np.random.default_rng(seed), 0.0
+    rng, now = np.random.default_rng(0), 0.0
     shared = _tokens(rng, tokens)
     for _ in range(count):
         now += rng.exponential(1 / rate)
@@ -42,9 +42,9 @@ def hot_prefix(tokens: int, rate: float, count: int, seed: int = 0) -> Iterator[
         yield Turn("", 0, now, prompt, int(rng.integers(150, 600)))
 
 
-def conversations(users: int, first: int, rate: float, count: int, seed: int = 0) -> Iterator[Turn]:
+def conversations(users: int, first: int, rate: float, count: int) -> Iterator[Turn]:
     """Users at random add some hundred tokens to what they sent before, which began with about `first` tokens."""
-    rng, now = np.random.default_rng(seed), 0.0
+    rng, now = np.random.default_rng(0), 0.0
     sent = [_tokens(rng, int(rng.integers(first // 2, 2 * first))) for _ in range(users)]
     for _ in range(count):
         now += rng.exponential(1 / rate)
@@ -53,9 +53,9 @@ def conversations(users: int, first: int, rate: float, count: int, seed: int = 0
         yield Turn("", 0, now, sent[user], int(rng.integers(150, 600)))
 
 
-def poisson_traffic(seconds: float, rate: float, seed: int = 0) -> Iterator[Turn]:
+def poisson_traffic(seconds: float, rate: float) -> Iterator[Turn]:
     """Requests of 200 to 4000 prompt tokens; half of them continue one of the last 64 prompts."""
-    rng, now, earlier = np.random.default_rng(seed), 0.0, []
+    rng, now, earlier = np.random.default_rng(0), 0.0, []
     while (now := now + rng.exponential(1 / rate)) < seconds:
         prompt = _tokens(rng, int(np.exp(rng.uniform(np.log(200), np.log(4000)))))
         if earlier and rng.random() < 0.5:

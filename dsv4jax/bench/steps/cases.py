@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -117,16 +117,6 @@ def prefill_chunks(cfg: ModelConfig, new: int, cached: int, chunk: int) -> list[
     ]
 
 
-def compile_all(lowered: Sequence[jax.stages.Lowered], options: Mapping[str, Any] | None = None) -> list[Any]:
-    """The programs, compiled at the same time.
-
-    Args:
-      options: in the place of some of `step_flags.STEP_OPTIONS`.
-    """
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda one: one.compile(compiler_options=dict(options) if options else None), lowered))
-
-
 def compile_apart(lowerings: Mapping[Any, Callable[[], jax.stages.Lowered]]) -> dict[Any, Any]:
     """Each program, or the exception that its lowering or compilation raised.
 
@@ -157,11 +147,11 @@ def use_compilation_cache(directory: str | None) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def seconds_per_call(call: Callable[[], Any], repeats: int, rounds: int = 3) -> float:
-    """Median over rounds of the time of a call, of `repeats` sent one after the other; the first ones do not count."""
+def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
+    """Median over three rounds of the time of a call, of `repeats` sent in a row; the first one does not count."""
     jax.block_until_ready(call())
     times = []
-    for _ in range(rounds):
+    for _ in range(3):
         begin = time.perf_counter()
         for _ in range(repeats):
             result = call()

@@ -21,8 +21,13 @@ def balancedness_by_step(loads: Loads, owners: Int32[np.ndarray, "layers slots"]
     by_layer = []
     for layer, own in enumerate(owners):
         by_rank = rank_loads(loads[:, layer], own, ranks)
-        by_layer.append(by_rank.mean(1) / by_rank.max(1))
+        by_layer.append(evenness(by_rank))
     return np.mean(by_layer, 0)
+
+
+def evenness(by_rank: Float[np.ndarray, "n ranks"]) -> Float[np.ndarray, "n"]:
+    """Mean load of the ranks / load of the busiest."""
+    return by_rank.mean(1) / by_rank.max(1)
 
 
 def rearranged(loads: Loads, solver: Solver, slots_per_rank: int) -> Int32[np.ndarray, "layers slots"]:
