@@ -40,7 +40,7 @@ from dsv4jax.checkpoint.load import compressed_ids
 from dsv4jax.checkpoint.safetensors import INDEX_FILE
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.async_engine import AsyncEngine
-from dsv4jax.engine.broadcast import BroadcastExecutor, follow
+from dsv4jax.engine.broadcast import BroadcastExecutor, follow, share_costs
 from dsv4jax.engine.channel import ChannelConfig, ChannelFailure, FollowerChannel, end_process, open_channel
 from dsv4jax.engine.cluster import join_cluster
 from dsv4jax.engine.draft_room import DraftRoom
@@ -223,15 +223,16 @@ def _engine(
         params = load_engine_params(model, cfg, shape, layout)
     usable = min(tokenizer.vocab_size, cfg.vocab_size)
     executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value, balancers=balancers)
-    room = None
-    if channel is None:
-        executor.warm_up()
-        if shape.drafts and not shape.deterministic:
-            room = DraftRoom(executor.measure_costs(), cache_cfg.slots, layout.ranks)
-    else:
+    first_run: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if channel is not None:
         channel.meet()
-        with channel.watch("the first run of all programs", channel.config.start_seconds):
-            executor.warm_up()
+        first_run = channel.watch("the first run of all programs", channel.config.start_seconds)
+    with first_run:
+        executor.warm_up()
+        times = executor.measure_costs() if shape.drafts and not shape.deterministic else []
+    if channel is not None:
+        times = share_costs(channel, times)
+    executor.set_costs(times)
     if isinstance(channel, FollowerChannel):
         _leave_signals_to_process_0()
         follow(channel, executor)
@@ -240,6 +241,7 @@ def _engine(
     if channel is not None:
         leading = BroadcastExecutor(executor, channel)
         stack.callback(leading.finish)
+    room = DraftRoom(times, cache_cfg.slots, layout.ranks) if times else None
     scheduler = Scheduler(scheduler_cfg, room)
     cache_info = {
         "num_gpu_blocks": cache_cfg.pages * layout.ranks,

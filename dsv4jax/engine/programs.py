@@ -27,7 +27,7 @@ from dsv4jax.batch import (
 )
 from dsv4jax.cache import Cache, CacheConfig, init_cache, mask_places
 from dsv4jax.config import ModelConfig
-from dsv4jax.engine.draft_room import smallest
+from dsv4jax.engine.draft_room import DecodeTimes, smallest
 from dsv4jax.numerics import Numerics
 from dsv4jax.packing import param_shapes
 from dsv4jax.params import Params
@@ -312,13 +312,20 @@ class Programs:
         costs = self._step_seconds.get(bucket)
         return program if costs is None else functools.partial(program, step_seconds=costs, **self._forced)
 
-    def set_costs(self, bucket: DecodeBucket, seconds: Mapping[int, float]) -> None:
-        """Sets what steps with drafts cost, by which they choose how many drafts to verify.
+    def set_costs(self, times: DecodeTimes) -> None:
+        """Sets what steps of a program with drafts cost, by which they choose how many drafts to verify.
 
-        Args:
-          seconds: of steps of this bucket, by the tokens that a rank verifies in them.
+        Of several processes all must set the same: each rank chooses by what its own process was given.
+
+        Raises:
+          ValueError: there is no such program.
         """
-        self._step_seconds[bucket] = cost_table(bucket, seconds)
+        bucket = DecodeBucket(times.requests, times.pages, tokens_per_request=1 + times.drafts)
+        if bucket not in self._step_seconds:
+            raise ValueError(
+                f"no verify bucket is of {times.requests} requests with {times.drafts} drafts over {times.pages} pages"
+            )
+        self._step_seconds[bucket] = times.seconds
 
     def batch(self, requests: Sequence[Any], bucket: Bucket) -> StepBatch | SpeculativeBatch:
         """A rank's batch: of `PrefillChunk`s, of `DecodeTokens`, or with drafts of `SpeculativeRequest`s."""
