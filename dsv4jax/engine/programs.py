@@ -36,6 +36,7 @@ from dsv4jax.sampling import request_rows
 from dsv4jax.speculation import draft_step, speculative_step
 from dsv4jax.step_flags import STEP_OPTIONS
 from dsv4jax.steps import decode_step, prefill_step, set_allowed_tokens, start_request
+from pallas_kernels.moe_experts import most_tokens
 from sharding import SINGLE, ExpertPlacement, Layout
 from sharding.placement import initial_owners, placement_from_owners
 
@@ -188,7 +189,13 @@ def list_programs(
     expert_slots: int | None = None,
     draft_expert_slots: int | None = None,
 ) -> dict[ProgramKey, Program]:
-    """Every program of an engine, from shapes alone; arguments as those of `Programs`."""
+    """Every program of an engine, from shapes alone; arguments as those of `Programs`.
+
+    Raises:
+      ValueError: a prefill bucket has more tokens than the kernels can address.
+    """
+    if numerics.implementation == "pallas":
+        _check_prefill_tokens(cfg, buckets, layout, expert_slots)
     slots = {"expert_slots": expert_slots, "draft_expert_slots": draft_expert_slots}
     if params is None:
         params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None, **slots)
@@ -422,6 +429,20 @@ def step_function(bucket: Bucket) -> Any:
 
 def _lower(function: Any, *args: Any, **static: Any) -> Any:
     return function.lower(*args, **static)
+
+
+def _check_prefill_tokens(cfg: ModelConfig, buckets: Buckets, layout: Layout, expert_slots: int | None) -> None:
+    """Raises ValueError for a bucket that is too large for the experts of a device, which may be sent all its tokens by
+    every rank."""
+    number = expert_slots or ceil_div(cfg.n_routed_experts, layout.expert_devices)
+    ranks = layout.ranks * layout.emulated_ranks
+    most = most_tokens(cfg.num_experts_per_tok, number, cfg.hidden_size, cfg.moe_intermediate_size)
+    for bucket in buckets.prefill:
+        if ranks * bucket.tokens > most:
+            raise ValueError(
+                f"prefill_tokens = {bucket.tokens}: must be at most {most // ranks}, so that the expert kernels can"
+                f" address the rows of {ranks} ranks together"
+            )
 
 
 def _placement_shapes(layout: Layout, layers: int, experts: int, slots: int) -> ExpertPlacement:
