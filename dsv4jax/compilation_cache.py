@@ -2,7 +2,8 @@
 
 A program is found by a key of itself, the devices, what it is compiled with, the versions of JAX and its compiler, and
 for JAX 0.10 the path of the directory. JAX compiles what it finds damaged, with a warning, at every start until the
-directory is emptied. Entries are code, and reading them runs it: nobody else may write to the directory.
+directory is emptied. Of several processes only process 0 writes; on CPUs the others have keys of their own, and compile
+at every start. Entries are code, and reading them runs it: nobody else may write to the directory.
 """
 
 import dataclasses
