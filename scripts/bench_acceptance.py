@@ -24,8 +24,9 @@ from dsv4jax.bench.drafts import acceptance, reliability
 from dsv4jax.bench.page import reported
 from dsv4jax.bench.plots import Axis, Plot
 from dsv4jax.bench.result import Result, text_table
-from dsv4jax.bench.steps import caught, use_compilation_cache
+from dsv4jax.bench.steps import caught
 from dsv4jax.checkpoint.load import load_params
+from dsv4jax.compilation_cache import use_compilation_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.draft_statistics import DraftStatistics
 from dsv4jax.tokenizer import Tokenizer

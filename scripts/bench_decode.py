@@ -20,7 +20,8 @@ from dsv4jax.bench.host_gap import decode_gap, decode_length
 from dsv4jax.bench.page import reported
 from dsv4jax.bench.plots import Axis, Plot
 from dsv4jax.bench.result import Result, text_table
-from dsv4jax.bench.steps import sizes_of, use_compilation_cache
+from dsv4jax.bench.steps import sizes_of
+from dsv4jax.compilation_cache import use_compilation_cache
 
 _SECTIONS = flags.DEFINE_multi_enum("sections", ["gap"], ["gap", "host"], "What to measure; may be repeated.")
 _POINTS = flags.DEFINE_list("points", ["8x1024"], "Requests per rank x context, of section gap.")

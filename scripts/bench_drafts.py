@@ -39,8 +39,9 @@ from dsv4jax.bench.page import reported
 from dsv4jax.bench.plots import Axis, Plot
 from dsv4jax.bench.random_state import random_params
 from dsv4jax.bench.result import Result, load, text_table
-from dsv4jax.bench.steps import PAGE, caught, compile_apart, use_compilation_cache
+from dsv4jax.bench.steps import PAGE, caught, compile_apart
 from dsv4jax.checkpoint.reduced_config import reduced_config
+from dsv4jax.compilation_cache import use_compilation_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.implementation import with_implementation
 from dsv4jax.numerics import FAST, Numerics

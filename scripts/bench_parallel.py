@@ -37,9 +37,9 @@ from dsv4jax.bench.steps import (
     profile_step,
     sizes_of,
     time_step,
-    use_compilation_cache,
 )
 from dsv4jax.checkpoint.reduced_config import reduced_config
+from dsv4jax.compilation_cache import use_compilation_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.implementation import with_implementation
 from dsv4jax.model.forced_routing import ROUTINGS

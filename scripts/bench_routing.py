@@ -27,9 +27,10 @@ from dsv4jax.bench.plots import Axis, Plot
 from dsv4jax.bench.random_state import random_params
 from dsv4jax.bench.result import Result, text_table
 from dsv4jax.bench.routing import judged_steps, routing_lines
-from dsv4jax.bench.steps import PAGE, caught, compile_apart, use_compilation_cache
+from dsv4jax.bench.steps import PAGE, caught, compile_apart
 from dsv4jax.checkpoint.load import load_params
 from dsv4jax.checkpoint.reduced_config import reduced_config
+from dsv4jax.compilation_cache import use_compilation_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.implementation import with_implementation
 from dsv4jax.model.forced_routing import ROUTINGS

@@ -1,6 +1,7 @@
 """An engine over several processes: same calls everywhere, failures survived together or not at all, nobody hangs."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -17,8 +18,10 @@ from engine_model import CheckingExecutor, rollout
 from test_recording import drive
 from test_scheduler import Recorder, drain, request
 
-from dsv4jax.engine.broadcast import BroadcastExecutor, follow
+from dsv4jax.engine.broadcast import BroadcastExecutor, follow, share_costs
 from dsv4jax.engine.channel import FAILURE_EXIT_CODE, ChannelFailure, LeaderChannel
+from dsv4jax.engine.connection import Kind
+from dsv4jax.engine.draft_room import DecodeTimes, DraftRoom
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.recording import RecordingExecutor, schedule_difference
 from dsv4jax.engine.scheduler import Scheduler
@@ -76,6 +79,75 @@ def test_requests_without_a_seed_have_the_same_in_all_processes():
     seeds = [[s.sampling.seed for p in inner.plans for r in p.ranks for s in r.starts] for inner in inners]
     assert seeds[0] == seeds[1] and len(set(seeds[0])) == 6
     assert 7 in seeds[0] and None not in seeds[0]
+
+
+PATIENT = {"silence_seconds": 60.0, "call_seconds": 60.0, "start_seconds": 60.0}
+DRAFTING = dataclasses.replace(CFG, drafts=4)
+
+
+def times_of(*seconds):
+    """Of steps with room for 0, 1 and 4 drafts, and some more for each token."""
+    return [
+        DecodeTimes(4, 16, k, np.float32(first + np.arange(1, 4 * (1 + k) + 2) / 30))
+        for k, first in zip((0, 1, 4), seconds, strict=True)
+    ]
+
+
+class Measured(CheckingExecutor):
+    """Of its drafts verifies what costs tell it, and keeps its results."""
+
+    def __init__(self):
+        super().__init__(DRAFTING)
+        self.results = []
+
+    def set_costs(self, times):
+        self.rng = np.random.default_rng([*b"".join(one.seconds.tobytes() for one in times)])
+
+    def wait(self):
+        self.results.append(super().wait())
+        return self.results[-1]
+
+
+def test_steps_with_drafts_run_and_verify_in_all_processes_by_the_times_that_process_0_measured():
+    """The others have measured that no drafts pay, and that all do."""
+    inners = [Measured() for _ in range(3)]
+    measured = [times_of(1, 1.2, 1.4), times_of(1, 9, 10), times_of(1, 1.01, 1.02)]
+
+    def carry_out(channel, inner, times):
+        inner.set_costs(share_costs(channel, times))
+        follow(channel, inner)
+        channel.close()
+
+    with ThreadPoolExecutor(2) as pool, connected(3, **PATIENT) as (leader, followers, failures):
+        ends = [pool.submit(carry_out, *each) for each in zip(followers, inners[1:], measured[1:], strict=True)]
+        times = share_costs(leader, measured[0])
+        inners[0].set_costs(times)
+        engine = Engine(Scheduler(DRAFTING, DraftRoom(times, 4, 2)), BroadcastExecutor(inners[0], leader), Recorder())
+        made = [engine.submit(request(np.arange(2, 20 + i), 30, f"r{i}", sampling=SEEDED))[0] for i in range(12)]
+        drain(engine)
+        leader.shutdown()
+        for end in ends:
+            end.result(60)
+        assert failures == [[], [], []]
+    assert [s.generated for s in made] == [rollout(s.request, 0) for s in made]
+
+    def ran(inner):
+        """For how many drafts each step of each rank had room, none in a plain one, and what requests verified."""
+        ranks = [rank for plan in inner.plans for rank in plan.ranks]
+        rooms = [int(rank.speculation.max_drafts.max()) if rank.speculation else rank.decodes and 0 for rank in ranks]
+        found = [rank.speculation for result in inner.results for rank in result.ranks]
+        return rooms, [part and [part.verified.tolist(), part.tokens.tolist()] for part in found]
+
+    rooms, verified = ran(inners[0])
+    assert {0, 1, 4} <= {*rooms}
+    assert ran(inners[1]) == ran(inners[2]) == (rooms, verified)
+
+
+def test_costs_that_do_not_come_are_an_error():
+    with connected(2, **PATIENT) as (leader, (follower,), _):
+        leader.broadcast(Kind.WAIT)
+        with pytest.raises(ChannelFailure, match="process 0 sent WAIT before COSTS"):
+            share_costs(follower, [])
 
 
 class FailsOnce(CheckingExecutor):

@@ -159,6 +159,7 @@ def device_rates(
     try:
         executor.warm_up(progress=False)
         times = executor.measure_costs()
+        executor.set_costs(times)
         rows = []
         for drafts in (0, *fixed, None):
             room = DraftRoom(times, requests, layout.ranks)
