@@ -81,7 +81,6 @@ def test_requests_without_a_seed_have_the_same_in_all_processes():
     assert 7 in seeds[0] and None not in seeds[0]
 
 
-PATIENT = {"silence_seconds": 60.0, "call_seconds": 60.0, "start_seconds": 60.0}
 DRAFTING = dataclasses.replace(CFG, drafts=4)
 
 
@@ -118,7 +117,7 @@ def test_steps_with_drafts_run_and_verify_in_all_processes_by_the_times_that_pro
         follow(channel, inner)
         channel.close()
 
-    with ThreadPoolExecutor(2) as pool, connected(3, **PATIENT) as (leader, followers, failures):
+    with ThreadPoolExecutor(2) as pool, connected(3) as (leader, followers, failures):
         ends = [pool.submit(carry_out, *each) for each in zip(followers, inners[1:], measured[1:], strict=True)]
         times = share_costs(leader, measured[0])
         inners[0].set_costs(times)
@@ -144,7 +143,7 @@ def test_steps_with_drafts_run_and_verify_in_all_processes_by_the_times_that_pro
 
 
 def test_costs_that_do_not_come_are_an_error():
-    with connected(2, **PATIENT) as (leader, (follower,), _):
+    with connected(2) as (leader, (follower,), _):
         leader.broadcast(Kind.WAIT)
         with pytest.raises(ChannelFailure, match="process 0 sent WAIT before COSTS"):
             share_costs(follower, [])
