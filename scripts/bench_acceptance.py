@@ -23,9 +23,10 @@ from dsv4jax.bench.results.conditions import conditions, flag_values
 from dsv4jax.bench.results.page import reported
 from dsv4jax.bench.results.plots import Axis, Plot
 from dsv4jax.bench.results.result import Result, text_table
-from dsv4jax.bench.steps.cases import caught, use_compilation_cache
+from dsv4jax.bench.steps.cases import caught
 from dsv4jax.bench.steps.drafts import acceptance, reliability
 from dsv4jax.checkpoint.load import load_params
+from dsv4jax.compilation_cache import use_compilation_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.draft_statistics import DraftStatistics
 from dsv4jax.tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from dsv4jax.bench.engines.host_gap import decode_gap, decode_length
 from dsv4jax.bench.results.page import reported
 from dsv4jax.bench.results.plots import Axis, Plot
 from dsv4jax.bench.results.result import Result, text_table
-from dsv4jax.bench.steps.cases import use_compilation_cache
+from dsv4jax.compilation_cache import use_compilation_cache
 
 _SECTIONS = flags.DEFINE_multi_enum("sections", ["gap"], ["gap", "host"], "What to measure; may be repeated.")
 _POINTS = flags.DEFINE_list("points", ["8x1024"], "Requests per rank x context, of section gap.")

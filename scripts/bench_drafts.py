@@ -38,10 +38,11 @@ from dsv4jax.bench.results.conditions import conditions, flag_values
 from dsv4jax.bench.results.page import reported
 from dsv4jax.bench.results.plots import Axis, Plot
 from dsv4jax.bench.results.result import Result, load, text_table
-from dsv4jax.bench.steps.cases import PAGE, caught, compile_apart, use_compilation_cache
+from dsv4jax.bench.steps.cases import PAGE, caught, compile_apart
 from dsv4jax.bench.steps.drafts import DraftCase, acceptance, mean_length, reliability
 from dsv4jax.bench.steps.random_state import random_params
 from dsv4jax.checkpoint.reduced_config import reduced_config
+from dsv4jax.compilation_cache import use_compilation_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.implementation import with_implementation
 from dsv4jax.numerics import FAST, Numerics

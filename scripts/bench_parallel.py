@@ -35,12 +35,12 @@ from dsv4jax.bench.steps.cases import (
     prefill_case,
     profile_step,
     time_step,
-    use_compilation_cache,
 )
 from dsv4jax.bench.steps.exchange import ExchangeCase, Links, measure_links
 from dsv4jax.bench.steps.random_state import random_cache, random_params
 from dsv4jax.bench.steps.routing import evenness
 from dsv4jax.checkpoint.reduced_config import reduced_config
+from dsv4jax.compilation_cache import use_compilation_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.implementation import with_implementation
 from dsv4jax.model.forced_routing import ROUTINGS

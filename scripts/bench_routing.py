@@ -23,12 +23,13 @@ from dsv4jax.bench.results.conditions import conditions, flag_values
 from dsv4jax.bench.results.page import reported
 from dsv4jax.bench.results.plots import Axis, Plot
 from dsv4jax.bench.results.result import Result, text_table
-from dsv4jax.bench.steps.cases import PAGE, caught, compile_apart, use_compilation_cache
+from dsv4jax.bench.steps.cases import PAGE, caught, compile_apart
 from dsv4jax.bench.steps.drafts import DraftCase
 from dsv4jax.bench.steps.random_state import random_params
 from dsv4jax.bench.steps.routing import judged_steps, routing_lines
 from dsv4jax.checkpoint.load import load_params
 from dsv4jax.checkpoint.reduced_config import reduced_config
+from dsv4jax.compilation_cache import use_compilation_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.implementation import with_implementation
 from dsv4jax.model.forced_routing import ROUTINGS

@@ -39,9 +39,10 @@ from dsv4jax.balance.solver import Solver
 from dsv4jax.checkpoint.engram_tables import HostEngramTables
 from dsv4jax.checkpoint.load import compressed_ids
 from dsv4jax.checkpoint.safetensors import INDEX_FILE
+from dsv4jax.compilation_cache import CacheCounts, use_compilation_cache
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.async_engine import AsyncEngine
-from dsv4jax.engine.broadcast import BroadcastExecutor, follow
+from dsv4jax.engine.broadcast import BroadcastExecutor, follow, share_costs
 from dsv4jax.engine.channel import ChannelConfig, ChannelFailure, FollowerChannel, end_process, open_channel
 from dsv4jax.engine.cluster import join_cluster
 from dsv4jax.engine.draft_room import DraftRoom
@@ -169,12 +170,13 @@ def _digest(*content: bytes) -> str:
 
 
 def _engine(
-    model: Path, cfg: ModelConfig, tokenizer: Tokenizer, name: str, stack: contextlib.ExitStack
+    model: Path, cfg: ModelConfig, tokenizer: Tokenizer, name: str, stack: contextlib.ExitStack, cached: CacheCounts
 ) -> tuple[AsyncEngine, PrometheusObserver, Numerics] | None:
     """Plans memory, compiles, loads and starts; ready for requests. None: process 0 has done its work with this one.
 
     Args:
       stack: ends the other processes when it is closed.
+      cached: counts the programs that --compilation_cache has.
     """
     exported = load_exported(stack, cfg) if EXECUTABLES.value else None
     sizes = None if exported else check_sizes(cfg, embedded=not _MODEL.value)
@@ -213,6 +215,8 @@ def _engine(
         programs = Programs(
             cfg, cache_cfg, shape.buckets, numerics, layout, tables, token_map, **shape.slots_of_experts
         )
+    if cached.asked:
+        logging.info("compilation cache: %d of %d programs were there", cached.found, cached.asked)
     plan = memory_plan(cfg, cache_cfg, numerics, layout, workspace=programs.workspace_bytes, **options)
     held = f"{cache_cfg.slots} slots and {cache_cfg.pages} pages of {cache_cfg.page_size} tokens"
     print(f"memory plan, {f'each of {layout.ranks} ranks with ' * (layout.ranks > 1)}{held}:\n{plan.table()}")
@@ -224,15 +228,16 @@ def _engine(
         params = load_engine_params(model, cfg, shape, layout)
     usable = min(tokenizer.vocab_size, cfg.vocab_size)
     executor = JaxExecutor(params, programs, usable_ids=usable, strict=_STRICT.value, balancers=balancers)
-    room = None
-    if channel is None:
-        executor.warm_up()
-        if shape.drafts and not shape.deterministic:
-            room = DraftRoom(executor.measure_costs(), cache_cfg.slots, layout.ranks)
-    else:
+    first_run: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if channel is not None:
         channel.meet()
-        with channel.watch("the first run of all programs", channel.config.start_seconds):
-            executor.warm_up()
+        first_run = channel.watch("the first run of all programs", channel.config.start_seconds)
+    with first_run:
+        executor.warm_up()
+        times = executor.measure_costs() if shape.drafts and not shape.deterministic else []
+    if channel is not None:
+        times = share_costs(channel, times)
+    executor.set_costs(times)
     if isinstance(channel, FollowerChannel):
         _leave_signals_to_process_0()
         follow(channel, executor)
@@ -241,6 +246,7 @@ def _engine(
     if channel is not None:
         leading = BroadcastExecutor(executor, channel)
         stack.callback(leading.finish)
+    room = DraftRoom(times, cache_cfg.slots, layout.ranks) if times else None
     scheduler = Scheduler(scheduler_cfg, room)
     cache_info = {
         "num_gpu_blocks": cache_cfg.pages * layout.ranks,
@@ -283,20 +289,18 @@ def _run() -> None:
     )
     devices = check_flags(SHAPE_FLAGS) if EXECUTABLES.value else RANKS.value
     use_virtual_devices(devices // _PROCESSES.value or 1)
-    if _COMPILATION_CACHE.value:
-        jax.config.update("jax_compilation_cache_dir", _COMPILATION_CACHE.value)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    cached = use_compilation_cache(_COMPILATION_CACHE.value)
     model = model_directory(_MODEL.value)
     cfg = ModelConfig.from_checkpoint(model)
     tokenizer = Tokenizer.from_checkpoint(model)
     names = tuple(_SERVED_NAMES.value) or (model.resolve().name,)
     with contextlib.ExitStack() as stack:
         if _PROCESS.value:
-            _engine(model, cfg, tokenizer, names[0], stack)
+            _engine(model, cfg, tokenizer, names[0], stack, cached)
             return
         listener = stack.enter_context(listening(config))
         with loading(config, listener):
-            engine, observer, numerics = _engine(model, cfg, tokenizer, names[0], stack)
+            engine, observer, numerics = _engine(model, cfg, tokenizer, names[0], stack, cached)
             application = _app(config, engine, observer, model, cfg, numerics, tokenizer, names)
         print(f"ready {time.perf_counter() - begin:.1f} s after the start: {names[0]} at {_UDS.value or _HOST.value}")
         serve(application, listener)

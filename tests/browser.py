@@ -20,4 +20,4 @@ def browse(url: str, profile: Path, size: str, *further: str) -> str:
         "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --virtual-time-budget=4500 --dump-dom".split()
     )
     command = [chromium(), *flags, *further, f"--user-data-dir={profile}", f"--window-size={size}", url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout

@@ -1,6 +1,7 @@
 """Both ends of a channel in one process, for tests."""
 
 import contextlib
+import random
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -25,19 +26,20 @@ TWO_RANKS = SchedulerConfig(
 
 
 def free_port() -> int:
-    """A port that nobody listens on, as on the one after it."""
+    """A port that nobody listens on, as on the one after it; none of those that connections get by themselves."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError), socket.create_server(("127.0.0.1", port + 1)):
+        port = random.randrange(10_000, 32_000)
+        with contextlib.suppress(OSError):
+            with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
                 return port
 
 
 def channel_config(process=0, processes=2, port=0, **options):
-    """Limits in tenths of a second."""
-    options = {"token": TOKEN, "identity": {"model": "a"}, "start_seconds": 10.0, **options}
-    times = {"heartbeat_seconds": 0.1, "silence_seconds": 1.0, "call_seconds": 5.0}
-    return ChannelConfig("127.0.0.1", port, processes, process, **{**times, **options})
+    """Frequent signs of life; limits that a slow machine does not run into."""
+    times = {"heartbeat_seconds": 0.1, "silence_seconds": 60.0, "call_seconds": 60.0, "start_seconds": 60.0}
+    return ChannelConfig(
+        "127.0.0.1", port, processes, process, **{"token": TOKEN, "identity": {"model": "a"}, **times, **options}
+    )
 
 
 class Failures(list):
@@ -50,21 +52,24 @@ class Failures(list):
         self.append(str(failure))
         self._come.set()
 
-    def wait(self, seconds=10.0) -> str:
-        assert self._come.wait(seconds), "no failure in time"
+    def wait(self) -> str:
+        assert self._come.wait(60), "no failure in time"
         return self[0]
 
 
 @contextlib.contextmanager
-def connected(processes=2, **options):
-    """(leader, followers, failures of each process); all closed afterwards."""
+def connected(processes=2, strict=None, **options):
+    """(leader, followers, failures of each process); all closed afterwards.
+
+    The options hold for all processes, or for the one that is `strict` alone.
+    """
     port = free_port()
     failures = [Failures() for _ in range(processes)]
-    configs = [channel_config(i, processes, port, **options) for i in range(processes)]
+    configs = [channel_config(i, processes, port, **(options if strict in (None, i) else {})) for i in range(processes)]
     with ThreadPoolExecutor(processes) as pool:
         kinds = [LeaderChannel] + [FollowerChannel] * (processes - 1)
         made = [pool.submit(kind, *args) for kind, *args in zip(kinds, configs, failures, strict=True)]
-        channels = [future.result(20) for future in made]
+        channels = [future.result(60) for future in made]
     try:
         yield channels[0], channels[1:], failures
     finally:

@@ -38,7 +38,9 @@ class Collective:
 
 def main(port: int, process: int, processes: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
-    config = channel_config(process, processes, port, silence_seconds=2.0, start_seconds=60.0)
+    # Process 0 alone judges who is silent.
+    silence_seconds = 60.0 if process else 4.0
+    config = channel_config(process, processes, port, silence_seconds=silence_seconds, start_seconds=200.0)
     with open_channel(config, end_process) as channel:
         join_cluster(config)
         channel.meet()

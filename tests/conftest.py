@@ -20,7 +20,12 @@ os.environ.setdefault(
     + (" --xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else ""),
 )
 
+from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
+
+# A slow machine is no failure of what is tested.
+settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_machine")
 
 sys.path.insert(0, str(Path(__file__).parent))
 _CHECKED = (

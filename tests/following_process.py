@@ -1,9 +1,10 @@
 """A process that carries out another's plans on a fake device, without JAX.
 
-Called with the port, its number and how many there are. Prints a line once it is connected and one once it was shut
-down.
+Called with the port, its number, how many there are and options of the channel in JSON. Prints a line once it is
+connected and one once it was shut down.
 """
 
+import json
 import sys
 
 from channels import TWO_RANKS, channel_config
@@ -13,8 +14,9 @@ from dsv4jax.engine.broadcast import follow
 from dsv4jax.engine.channel import FollowerChannel, end_process
 
 if __name__ == "__main__":
-    port, process, processes = map(int, sys.argv[1:])
-    channel = FollowerChannel(channel_config(process, processes, port, start_seconds=60.0), end_process)
+    *numbers, options = sys.argv[1:]
+    port, process, processes = map(int, numbers)
+    channel = FollowerChannel(channel_config(process, processes, port, **json.loads(options)), end_process)
     print("connected", flush=True)
     channel.meet()
     follow(channel, CheckingExecutor(TWO_RANKS))

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import time
 
 from fake_engine import engine_stats
 from server_api import ScriptedEngine, context, text_ids
@@ -73,10 +72,3 @@ def serving(tokenizer, grammars=None, sizes=(2, 1), limit=4096, **config):
     with BackgroundServer(app) as server:
         server.engine = engine
         yield server
-
-
-def eventually(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)

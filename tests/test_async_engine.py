@@ -35,7 +35,7 @@ class PausedExecutor(CheckingExecutor):
         self.seconds = 0.0
 
     def wait(self):
-        self.go.wait(20)
+        self.go.wait(120)
         time.sleep(self.seconds)
         if self.broken is not None:
             raise self.broken
@@ -50,8 +50,8 @@ class Served:
         self.engine = Engine(Scheduler(cfg), self.executor, self.observer)
         self.api = AsyncEngine(self.engine, self.observer, max_model_len=cfg.max_model_len, vocab_size=VOCAB, **options)
 
-    async def until(self, condition, seconds=10.0):
-        end = time.monotonic() + seconds
+    async def until(self, condition):
+        end = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < end, "what was waited for did not come"
             await asyncio.sleep(0.002)
@@ -77,7 +77,7 @@ def run(test, cfg=SMALL, check_empty=True, **options):
             served.executor.go.set()
             served.api.shutdown()
 
-    asyncio.run(asyncio.wait_for(body(), 60))
+    asyncio.run(asyncio.wait_for(body(), 180))
 
 
 async def read(served, made, pause=0.0):
@@ -319,7 +319,7 @@ def test_no_reader_hangs_when_the_engine_dies():
         for task in waiting:
             with pytest.raises(EngineStopped):
                 await task
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 30  # of the 60 s that an engine may be silent
         assert not served.api.is_alive and not served.api.is_ready
         with pytest.raises(EngineStopped):
             served.api.check(endless())
@@ -371,13 +371,13 @@ def test_a_silent_engine_is_noticed():
         begin = time.monotonic()
         with pytest.raises(EngineStopped, match="does not answer"):
             await read(served, endless())
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 30
         served.executor.go.set()
         await served.until(lambda: served.api.is_alive)
         tokens, _, _ = await read(served, endless("again", 5))
         assert tokens[0] == rollout(endless(tokens=5), 0)
 
-    run(test, LARGE, health_timeout=1.5)
+    run(test, LARGE, health_timeout=4)
 
 
 def test_warm_up_makes_it_ready():
@@ -411,7 +411,7 @@ def test_drain_lets_running_requests_end():
         served.executor.seconds = 0.001
         task = asyncio.create_task(read(served, endless()))
         await served.until(lambda: served.api._stream_of)
-        drain = asyncio.create_task(served.api.drain(20))
+        drain = asyncio.create_task(served.api.drain(60))
         await asyncio.sleep(0.01)
         with pytest.raises(EngineStopped, match="shutting down"):
             served.api.check(endless("late"))
@@ -431,7 +431,7 @@ def test_drain_aborts_what_takes_too_long():
         await served.until(lambda: served.api._stream_of)
         begin = time.monotonic()
         await served.api.drain(0.2)
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 10  # all steps take 15 s
         _, reasons, _ = await task
         assert reasons == {0: "abort"}
         assert not served.api._streams and not served.api._stream_of

@@ -104,7 +104,7 @@ def test_models_and_keys(fake):
 
 def test_the_script_runs_sessions_at_a_server(fake, tmp_path, monkeypatch):
     monkeypatch.delenv("DSV4JAX_API_KEY", raising=False)
-    arguments = ["--scale=0.01", "--live=4", "--seconds=2", "--warm_up_seconds=0.1", f"--report={tmp_path}"]
+    arguments = ["--scale=0.01", "--live=4", "--seconds=5", "--warm_up_seconds=0.1", f"--report={tmp_path}"]
     run_script("bench_agents", f"--url={fake.url}", *arguments)
     result = load(tmp_path / "agents.json")
     assert result.conditions["model"] == f"toy at {fake.url}"
@@ -301,12 +301,12 @@ def test_what_runs_at_the_end_may_end_but_not_forever():
     async def slow(request, writer):
         writer.write(STREAM + text_event("a"))
         await writer.drain()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(3.0)
         writer.write(text_event("b", "stop") + usage_event() + event("[DONE]") + END)
 
     def ends(**options):
         with HandMadeServer(slow) as server:
-            run = drive(server.url, workload(count=9, live=2), "text", until=0.7, model="odd", **options)
+            run = drive(server.url, workload(count=9, live=2), "text", until=1.5, model="odd", **options)
         return [m.finish_reason for m in run.measurements], run
 
     assert ends()[0] == ["stop", "stop"]

@@ -66,7 +66,7 @@ def result(sequence):
     return sequence.generated, np.array(sequence.logprobs, np.float32).tobytes()
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     others=st.lists(
         st.tuples(st.integers(0, 190), st.integers(1, 40), st.integers(1, 12), st.integers(0, 6)), max_size=6

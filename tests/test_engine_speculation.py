@@ -278,17 +278,17 @@ def test_tokens_under_masks_that_change_are_those_without_drafts(compiled, alone
 
 def test_where_drafts_do_not_pay_only_those_are_verified_that_requests_insist_on(compiled, alone):
     executor, cfg = compiled
-    buckets, most = executor._programs.buckets, CACHE.slots * (1 + DRAFTS)
     times = executor.measure_costs()
     assert [(t.requests, t.pages, t.drafts) for t in times] == [(CACHE.slots, LENGTH // 4, k) for k in (0, 1, DRAFTS)]
-    for bucket in buckets.verify:
-        executor._programs.set_costs(bucket, {0: 0.0, 1: 1.0, most: 1.0 + 10 * most})
+    totals = [np.arange(1, 1 + len(t.seconds), dtype=np.float32) for t in times]
+    executor.set_costs([dataclasses.replace(t, seconds=10 * n) for t, n in zip(times, totals, strict=True)])
     for drafts in (None, 4):
         made, _ = run(executor, cfg, requests([drafts] * 6)[:3], together=True)
         assert [s.generated for s in made] == [s.generated for s in alone[:3]]
         assert {s.drafted > 0 for s in made} == {drafts is not None}
-    for bucket in buckets.verify:
-        executor._programs.set_costs(bucket, {0: 1.0})
+    executor.set_costs([dataclasses.replace(t, seconds=np.ones_like(n)) for t, n in zip(times, totals, strict=True)])
+    with pytest.raises(ValueError, match="no verify bucket is of 3 requests with 3 drafts over 40 pages"):
+        executor.set_costs([DecodeTimes(3, 40, 3, np.ones(13, np.float32))])
 
 
 def test_steps_change_between_programs_as_it_pays_and_tokens_stay_the_same(compiled, alone):

@@ -338,7 +338,7 @@ def test_no_step_depends_on_code_that_is_not_hashed():
     code = "import sys, dsv4jax.engine.programs; print([m for m in sys.modules if m.startswith('dsv4jax.')])"
     modules = set(eval(run_python(code)))
     assert "dsv4jax.steps" in modules
-    assert not [m for m in modules if m.split(".")[1] in ("server", "chat", "benchmark", "export")]
+    assert not [m for m in modules if m.split(".")[1] in ("server", "chat", "bench", "export")]
 
 
 SCRIPTS = Path(SERVE[1]).parent

@@ -380,7 +380,7 @@ def test_hostile_grammars_are_refused_in_time(small, monkeypatch, spec):
     start = time.monotonic()
     with pytest.raises(GrammarError):
         small.compile(spec, "f")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize("pattern", ["(a{1,1000}){1,1000}", "(.*a){30}", "(a?){3000}a{3000}", r"(\p{L}+\p{N}+){500}"])
@@ -396,7 +396,7 @@ def test_hostile_patterns_fail_for_their_owner_only(default_tokenizer, small, pa
             mask.push(allowed[len(allowed) // 2])
     except (MaskError, GrammarError) as error:
         assert str(error)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     for token in tokenizer.encode("fine").tolist():
         other.push(token)
     assert ids_of(other.next()).tolist() == [tokenizer.eos_id]

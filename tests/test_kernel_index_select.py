@@ -148,6 +148,26 @@ def test_forms_select_what_the_reference_selects(monkeypatch, many, publish):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("tokens", [4096, 65_536, 131_072])
+def test_no_launch_has_more_rows_than_cuda_takes(monkeypatch, tokens):
+    launched, s = [], jax.ShapeDtypeStruct
+
+    def scores(pool, table, visible, elements, lanes, width, tiling, maxima):
+        launched.append(table.shape[0])
+        return jnp.zeros((visible.size, width // 8 if maxima else width))
+
+    monkeypatch.setattr(kernel, "scores", scores)
+    monkeypatch.setattr(kernel, "topk_pallas", lambda found, seen, k: jnp.zeros((found.shape[0], k), jnp.int32))
+    monkeypatch.setattr(kernel, "pack_queries", lambda *a: a)
+    arguments = s((tokens, 32, 128), jnp.bfloat16), s((tokens, 32), jnp.bfloat16), s((1024, 64, 68), jnp.uint8)
+    arguments += s((1, 1024), jnp.int32), s((tokens // 16,), jnp.int32), s((tokens,), jnp.int32)
+    for k, candidates, publish in ((512, None, 0), (512, None, 2048), (512, s((tokens, 2048), jnp.int32), 0)):
+        select = functools.partial(kernel.index_select.__wrapped__, k=k, block_size=8, publish=publish)
+        selected, _ = jax.eval_shape(lambda *a, s=select: s(*a[:6], candidates=a[6]), *arguments, candidates)
+        assert selected.shape == (tokens, k)
+    assert 1 < max(launched) <= 65_535
+
+
 class Machine(row_emulator.Machine):
     """The emulator with what `ptx.Machine` adds; a product is there when it starts, a copy when it is issued."""
 

@@ -18,7 +18,7 @@ from dsv4jax.numerics import FAST, REFERENCE, Numerics
 from dsv4jax.weights import Mxfp4Weight
 from pallas_kernels.moe_experts import decode, moe_experts, pack, pack_experts, prefill, unpack_experts
 from pallas_kernels.moe_experts.arg_specs import EXPERTS, HIDDEN, LIMIT, TOKENS, WIDTH, K
-from pallas_kernels.moe_experts.prepare import limits
+from pallas_kernels.moe_experts.prepare import limits, most_tokens
 from pallas_kernels.moe_experts.route import Routing, route
 
 PALLAS, PALLAS_FAST = Numerics(implementation="pallas"), Numerics(implementation="pallas", fast=True)
@@ -167,11 +167,26 @@ def test_what_cannot_run_is_named():
         run(jax.ShapeDtypeStruct((8, HIDDEN), jnp.float32), *before[1:], packed, numerics=PALLAS)
     with pytest.raises(ValueError, match="quantize_activations"):
         run(*before, packed, numerics=Numerics(implementation="pallas", quantize_activations=False))
+    before, weights = arguments(69_850)
+    with pytest.raises(ValueError, match="69850 tokens with 6 experts each, the kernels take at most 69849"):
+        run(*before, packed, numerics=PALLAS)
     narrow, odd = arguments(8, hidden=1280)
     with pytest.raises(ValueError, match="hidden size 1280"), on_hopper():
         run(*narrow, jax.eval_shape(pack_experts, *odd), numerics=PALLAS)
     with pytest.raises(ValueError, match="multiples of 64 outputs and 256 inputs"):
         jax.eval_shape(pack_experts, *arguments(8, hidden=5120 + 32)[1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 8), st.integers(8, 1000), st.sampled_from([256, 5120, 1 << 20]), st.sampled_from([256, 2304]))
+def test_no_offset_of_the_most_tokens_needs_more_than_32_bits(k, number, hidden, width):
+    most = most_tokens(k, number, hidden, width)
+
+    def last_byte(tokens):
+        blocks, _ = limits(tokens, k, number, prefill.LARGE_TILES.blocks)
+        return max(2 * blocks * pack.TOKENS * max(hidden, 2 * width), 4 * tokens * hidden) - 1
+
+    assert last_byte(most) < 1 << 32 <= last_byte(most + 1) + 1
 
 
 @pytest.mark.parametrize(("tokens", "form"), [(160, decode), (161, prefill)])

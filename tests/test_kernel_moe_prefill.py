@@ -107,9 +107,6 @@ def test_impossible_arguments_are_named():
         tile = S((1,), jnp.int32)
         run = functools.partial(expert_matmul_prefill, plan=prefill.SMALL_TILES)
         jax.eval_shape(run, tile, tile, tile, tile, S((4, 1, 256), jnp.int32), weight)
-    with pytest.raises(ValueError, match="4 GiB"):
-        run = functools.partial(prefill_rows.pack_tokens, rows=1 << 20)
-        jax.eval_shape(run, S((8, HIDDEN), jnp.bfloat16), S((8, K), jnp.int32), S((8, K), jnp.float32))
 
 
 def test_no_tokens():

@@ -243,6 +243,13 @@ def test_all_tokens_may_go_to_one_expert():
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_as_many_tokens_as_the_largest_steps_have():
+    x, experts, weights = routing(np.random.default_rng(9), 64)
+    arguments = x, experts, weights, np.arange(64) % 5 > 0
+    many = run(*(np.tile(a, (1024, 1)[: a.ndim]) for a in arguments), *dense_stacks())
+    np.testing.assert_allclose(many, np.tile(run(*arguments, *dense_stacks()), (1024, 1)), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("tokens, numerics", [(20, REFERENCE), (90, REFERENCE), (90, FAST)])
 def test_padding_is_exactly_zero_and_touches_nothing(tokens, numerics):
     rng = np.random.default_rng(3)

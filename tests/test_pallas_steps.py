@@ -22,6 +22,7 @@ from dsv4jax.batch import (
 from dsv4jax.bench.steps.cases import decode_case
 from dsv4jax.cache import CacheConfig, init_cache
 from dsv4jax.checkpoint.reduced_config import reduced_config
+from dsv4jax.engine.programs import list_programs, make_buckets
 from dsv4jax.numerics import FAST, REFERENCE
 from dsv4jax.packing import param_shapes
 from dsv4jax.speculation import draft_step, speculative_step
@@ -74,6 +75,24 @@ def test_a_step_over_two_devices_lowers_for_hopper():
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") >= 10
     assert "all_gather" in text and "reduce_scatter" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "most"),
+    [(Layout(), 69_849), (Layout(emulated_ranks=8), 8737), (Layout(hopper_mesh(2), expert_parallel()), 34_938)],
+)
+def test_a_prefill_bucket_beyond_what_the_kernels_address_is_refused_by_name(layout, most):
+    """The experts of a device are sent the tokens of all ranks."""
+
+    def listed(tokens, implementation):
+        sizes = {"prefill_requests": 1, "decode_requests": [1], "contexts": [4096], "tile": 1}
+        buckets = make_buckets(CACHE, prefill_tokens=[16, tokens], **sizes)
+        return list_programs(CFG, CACHE, buckets, dataclasses.replace(FAST, implementation=implementation), layout)
+
+    with pytest.raises(ValueError, match=rf"^prefill_tokens = {most + 1}: must be at most {most}, so that"):
+        listed(most + 1, "pallas")
+    if layout.mesh is None:
+        assert len(listed(most, "pallas")) == len(listed(most + 1, "reference"))
 
 
 def test_the_steps_with_drafts_lower_for_hopper():

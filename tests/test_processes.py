@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 from channels import TOKEN, free_port
-from test_serve import SERVE, call
+from test_serve import SERVE, call, caught_running
 
 import dsv4jax
 from dsv4jax.checkpoint.random import random_tensor
@@ -171,9 +171,9 @@ def test_two_processes_answer_like_one_and_drain_together(start):
         assert value(f"dsv4jax:{model}_rearrangements_total") > 0
         assert value(f"dsv4jax:{model}_rearrangement_failures_total") == 0
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(complete, servers[1].address, 0, max_tokens=50)
-        while json.loads(call(servers[1].address, "/status.json"))["stats"]["running"] == 0:
-            assert not running.done()
+        running = caught_running(
+            servers[1].address, lambda: pool.submit(complete, servers[1].address, 0, max_tokens=50)
+        )
         for process in servers[1].processes:
             process.send_signal(signal.SIGTERM)
         assert len(running.result(SECONDS)[0]["logprobs"]["tokens"]) == 50

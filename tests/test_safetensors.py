@@ -53,7 +53,7 @@ def sharded(tmp_path):
     return write(tmp_path / "sharded", PLAN, shard_bytes=33)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     plan=st.dictionaries(
         st.text(min_size=1, max_size=12).filter(lambda name: name != "__metadata__"),

@@ -68,6 +68,15 @@ def call(address, path, body=None):
         return answer.read()
 
 
+def caught_running(address, ask):
+    """The future of a request that was seen to run; asked again where it ended too quickly to be seen."""
+    while True:
+        running = ask()
+        while not running.done():
+            if json.loads(call(address, "/status.json"))["stats"]["running"]:
+                return running
+
+
 def chat(address, **fields):
     fields = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0, **fields}
     return json.loads(call(address, "/v1/chat/completions", fields))
@@ -157,9 +166,7 @@ def test_nothing_was_compiled_while_serving_and_sigterm_drains(server):
     assert re.search(r"^vllm:spec_decode_num_drafts_total{.*} [1-9]", metrics, re.M)
     assert re.search(r"^dsv4jax:compilations_total{.*} 0.0$", metrics, re.M)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(chat, address, max_tokens=40, ignore_eos=True)
-        while json.loads(call(address, "/status.json"))["stats"]["running"] == 0:
-            assert not running.done()
+        running = caught_running(address, lambda: pool.submit(chat, address, max_tokens=40, ignore_eos=True))
         process.send_signal(signal.SIGTERM)
         assert running.result(120)["usage"]["completion_tokens"] == 40
     assert process.wait(60) == 0

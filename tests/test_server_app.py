@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 from fake_engine import FakeEngine, make_app
+from waiting import eventually
 
 import dsv4jax
 from dsv4jax.engine.request import EngineStopped, QueueFull
@@ -41,7 +42,7 @@ def running(engine=None, profiler=None, **config):
     """A server and a client of it."""
     engine = engine or FakeEngine()
     with BackgroundServer(make_app(engine, profiler, **config)) as server:
-        with httpx.Client(base_url=server.url, timeout=20) as client:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
             client.engine, client.server = engine, server
             yield client
 
@@ -66,13 +67,6 @@ def events_of(response):
     """The data of each event of a stream that was read to its end."""
     blocks = response.text.removesuffix("\n\n").split("\n\n")
     return [block.removeprefix("data: ") for block in blocks if not block.startswith(":")]
-
-
-def eventually(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
 
 
 # Routes and errors
@@ -147,7 +141,7 @@ def test_a_body_that_does_not_arrive_is_408():
 
 @contextlib.contextmanager
 def raw(client):
-    with socket.create_connection(("127.0.0.1", client.server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", client.server.port), timeout=60) as connection:
         yield connection
 
 
@@ -370,16 +364,19 @@ def test_two_servers_in_one_process_share_nothing():
 def test_a_stream_arrives_as_it_is_generated(client, path):
     fields = {"max_tokens": 10, "ignore_eos": True, "stream": True}
     fields |= {"prompt": "a"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
-    times = []
+    with client.stream("POST", path, json=fields | {"max_tokens": 3000}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert client.engine.running  # for another minute
+    eventually(lambda: not client.engine.running)
     with client.stream("POST", path, json=fields) as response:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert response.headers["cache-control"] == "no-cache"
         assert response.headers["x-accel-buffering"] == "no"
         assert "content-length" not in response.headers
-        lines = [line for line in response.iter_lines() if times.append(time.monotonic()) or line]
+        lines = [line for line in response.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert all(line.startswith("data: ") for line in lines)
-    assert times[-1] - times[0] > 0.1  # 10 tokens take 0.2 s
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -392,9 +389,7 @@ def test_a_client_that_goes_away_frees_the_engine(client, caplog, stream):
         eventually(lambda: client.engine.running)
         if stream:
             connection.recv(100)
-    begin = time.monotonic()
     eventually(lambda: not client.engine.running)
-    assert time.monotonic() - begin < 10  # 3000 steps of 20 ms take a minute
     eventually(lambda: "lost POST /v1/completions 499" in caplog.text)
 
 
@@ -406,7 +401,10 @@ def test_abort_by_request_id(client, call, stream):
     thread = threading.Thread(
         target=lambda: result.append(
             httpx.post(
-                client.server.url + COMPLETIONS, json=body(3000, stream=stream), headers={"X-Request-Id": "victim"}
+                client.server.url + COMPLETIONS,
+                json=body(3000, stream=stream),
+                headers={"X-Request-Id": "victim"},
+                timeout=60,
             )
         )
     )
@@ -414,7 +412,7 @@ def test_abort_by_request_id(client, call, stream):
     eventually(lambda: client.engine.running)
     value = ["victim", "unknown"] if field == "request_ids" else "victim"
     assert client.post(path, json={field: value}).json() == {"aborted": 1}
-    thread.join(5)
+    thread.join(60)
     assert result and "abort" in result[0].text
     assert client.post(path, json={field: value}).json() == {"aborted": 0}
     assert error_of(client.post(path, json={}), 400)["param"] == field
@@ -422,7 +420,7 @@ def test_abort_by_request_id(client, call, stream):
 
 
 def test_a_request_may_not_take_longer_than_allowed():
-    with running(request_timeout=0.3) as client:
+    with running(request_timeout=1.5) as client:
         assert error_of(client.post(COMPLETIONS, json=body(3000)), 504)["code"] == "request_timeout"
         events = events_of(client.post(COMPLETIONS, json=body(3000, stream=True)))
         assert json.loads(events[-2])["error"]["code"] == "request_timeout" and events[-1] == "[DONE]"
@@ -431,15 +429,15 @@ def test_a_request_may_not_take_longer_than_allowed():
 
 
 def test_the_time_of_a_request_begins_with_its_first_byte():
-    with running(request_timeout=2) as client, raw(client) as connection:
+    with running(request_timeout=4) as client, raw(client) as connection:
         data = json.dumps(body(3000, stream=True)).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
         connection.sendall(head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data[:5])
         begin = time.monotonic()
-        time.sleep(1.5)
+        time.sleep(3)
         connection.sendall(data[5:])
         assert b"request_timeout" in read_all(connection)
-        assert time.monotonic() - begin < 3.4
+        assert time.monotonic() - begin < 6.9
 
 
 def test_waiting_requests_get_errors_when_the_engine_dies():
@@ -455,11 +453,11 @@ def test_an_idle_connection_is_closed_in_time():
     assert ServerConfig().keep_alive_timeout >= 65
     with running(keep_alive_timeout=0.3) as client:
         for request in (b"", b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"):
+            begin = time.monotonic()
             with raw(client) as connection:
                 connection.sendall(request)
-                begin = time.monotonic()
                 read_all(connection)
-                assert 0.2 < time.monotonic() - begin < 3
+            assert 0.2 < time.monotonic() - begin < 30
 
 
 def test_answers_are_sent_without_delay(client):
@@ -477,7 +475,7 @@ def test_answers_are_sent_without_delay(client):
 def test_it_listens_on_a_unix_socket(tmp_path):
     path = str(tmp_path / "server.sock")
     with BackgroundServer(make_app(FakeEngine(), uds=path)):
-        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://local") as client:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://local", timeout=60) as client:
             assert client.post(COMPLETIONS, json=body()).status_code == 200
     assert not Path(path).exists()
 
@@ -490,7 +488,7 @@ def test_it_serves_https(tmp_path):
     subprocess.run(make.split(), check=True, capture_output=True)
     with BackgroundServer(make_app(FakeEngine(), ssl_keyfile=key, ssl_certfile=certificate)) as server:
         assert server.url.startswith("https://")
-        assert httpx.get(server.url + "/version", verify=False).status_code == 200
+        assert httpx.get(server.url + "/version", verify=False, timeout=60).status_code == 200
 
 
 def test_a_proxy_may_serve_it_below_a_path():
@@ -569,7 +567,7 @@ def stream_in_thread(url, max_tokens):
     result, began = [], threading.Event()
 
     def run():
-        with httpx.stream("POST", url + COMPLETIONS, json=body(max_tokens, stream=True), timeout=20) as response:
+        with httpx.stream("POST", url + COMPLETIONS, json=body(max_tokens, stream=True), timeout=60) as response:
             text = ""
             for piece in response.iter_text():
                 began.set()
@@ -578,29 +576,29 @@ def stream_in_thread(url, max_tokens):
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert began.wait(10)
+    assert began.wait(60)
     return thread, result
 
 
 def test_an_idle_server_ends_at_once_on_sigterm():
-    with Process() as server, httpx.Client() as client:
+    with Process() as server, httpx.Client(timeout=60) as client:
         assert client.get(server.url + "/health").status_code == 200  # and keeps its connection
         server.terminate()
-        assert server.exit_code(8) == 0
+        assert server.exit_code(25) == 0
 
 
 def test_running_streams_finish_and_new_requests_are_refused_after_sigterm():
-    with Process() as server, httpx.Client(base_url=server.url) as client:
-        streams = [stream_in_thread(server.url, 100) for _ in range(10)]
+    with Process() as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        streams = [stream_in_thread(server.url, 300) for _ in range(10)]
         server.terminate()
         eventually(lambda: client.get("/health").status_code == 503)
         refused = client.post(COMPLETIONS, json=body())
         assert error_of(refused, 503)["code"] == "draining"
         assert refused.headers["connection"] == "close" and refused.headers["retry-after"]
         assert client.get("/status.json").json()["state"] == "draining"
-        assert server.exit_code(10) == 0
+        assert server.exit_code(25) == 0
         for thread, result in streams:
-            thread.join(5)
+            thread.join(60)
             assert '"finish_reason":"length"' in result[0].replace(" ", "") and result[0].endswith("data: [DONE]\n\n")
 
 
@@ -609,18 +607,18 @@ def test_streams_past_the_time_get_an_error_event():
         streams = [stream_in_thread(server.url, 3000) for _ in range(3)]
         unfinished = []
         thread = threading.Thread(
-            target=lambda: unfinished.append(httpx.post(server.url + COMPLETIONS, json=body(3000), timeout=20))
+            target=lambda: unfinished.append(httpx.post(server.url + COMPLETIONS, json=body(3000), timeout=60))
         )
         thread.start()
-        eventually(lambda: httpx.get(server.url + "/load").json() == {"server_load": 4})
+        eventually(lambda: httpx.get(server.url + "/load", timeout=60).json() == {"server_load": 4})
         server.terminate()
-        assert server.exit_code(6) == 0
+        assert server.exit_code(25) == 0
         for one, result in streams:
-            one.join(5)
+            one.join(60)
             *_, error, done, rest = result[0].split("\n\n")
             assert json.loads(error.removeprefix("data: "))["error"]["type"] == "service_unavailable"
             assert (done, rest) == ("data: [DONE]", "")
-        thread.join(5)
+        thread.join(60)
         assert error_of(unfinished[0], 503)["code"] == "shutdown"
 
 
@@ -629,12 +627,10 @@ def test_a_second_signal_ends_it_at_once(second):
     with Process() as server:
         thread, _ = stream_in_thread_quietly(server.url)
         server.terminate()
-        eventually(lambda: httpx.get(server.url + "/health").status_code == 503)
-        begin = time.monotonic()
+        eventually(lambda: httpx.get(server.url + "/health", timeout=60).status_code == 503)
         server.process.send_signal(second)
-        assert server.exit_code(3) == 128 + second
-        assert time.monotonic() - begin < 3
-        thread.join(5)
+        assert server.exit_code(25) == 128 + second
+        thread.join(60)
 
 
 def stream_in_thread_quietly(url):
@@ -643,11 +639,11 @@ def stream_in_thread_quietly(url):
 
     def run():
         with contextlib.suppress(httpx.HTTPError):
-            with httpx.stream("POST", url + COMPLETIONS, json=body(3000, stream=True)) as response:
+            with httpx.stream("POST", url + COMPLETIONS, json=body(3000, stream=True), timeout=60) as response:
                 for _ in response.iter_raw():
                     began.set()
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert began.wait(10)
+    assert began.wait(60)
     return thread, began

@@ -412,7 +412,7 @@ def test_each_chunk_can_carry_the_usage_so_far(default_tokenizer):
 
 def test_a_slow_stream_is_kept_open_by_comments(default_tokenizer):
     server = context(default_tokenizer, text_ids(default_tokenizer, "ab", EOS), ping_seconds=0.05)
-    server.engine.pause = 0.12
+    server.engine.pause = 0.3
 
     async def read():
         body = json.dumps(BODY | OFF | {"stream": True}).encode()
@@ -572,7 +572,7 @@ def test_grammars_that_take_long_hold_up_only_requests_with_grammars(default_tok
 
     class SlowGrammars:
         def compile(self, spec, field):
-            go.wait(30)
+            go.wait(120)
             raise RuntimeError("never used")
 
     server = context(default_tokenizer, [1], grammars=SlowGrammars())
@@ -583,7 +583,7 @@ def test_grammars_that_take_long_hold_up_only_requests_with_grammars(default_tok
         tasks = [asyncio.create_task(reply(route, server, slow)) for _ in range(8)]
         await asyncio.sleep(0.1)
         try:
-            return await asyncio.wait_for(reply(route, server, body), 10)
+            return await asyncio.wait_for(reply(route, server, body), 60)
         finally:
             go.set()
             await asyncio.gather(*tasks, return_exceptions=True)

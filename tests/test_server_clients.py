@@ -13,7 +13,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 from server_api import best, logprob
-from talking_server import ANSWER, PARAMETERS, THOUGHT, eventually, serving
+from talking_server import ANSWER, PARAMETERS, THOUGHT, serving
+from waiting import eventually
 
 from dsv4jax.engine.request import QueueFull
 
@@ -41,9 +42,9 @@ def server(default_tokenizer):
 
 @pytest.fixture
 def slow(default_tokenizer):
-    """A server whose answers take seconds."""
+    """A server whose long answers take a minute."""
     with serving(default_tokenizer, shutdown_timeout=0.1) as server:
-        server.engine.pause = 0.02
+        server.engine.pause = 0.2
         yield server
 
 
@@ -207,7 +208,7 @@ def test_openai_keys_and_limits(default_tokenizer):
             ({"x-api-key": "wrong"}, 401),
             ({"x-api-key": ""}, 401),
         ):
-            response = httpx.post(f"{server.url}/v1/messages", json=options, headers=headers)
+            response = httpx.post(f"{server.url}/v1/messages", json=options, headers=headers, timeout=60)
             assert response.status_code == status, "clients before this one have a header of their own"
 
 
@@ -252,7 +253,7 @@ def test_openai_async(slow):
                 async for _ in stream:
                     pass
                 assert (await stream.get_final_response()).output_text == ANSWER
-            slow.engine.pause = 0.02
+            slow.engine.pause = 0.2
             task = asyncio.create_task(create(model="flash", messages=asked("a long one")))
             while not slow.engine.open:
                 await asyncio.sleep(0.01)
@@ -402,8 +403,7 @@ def test_anthropic_async_and_leaving_early(slow):
                     if event.type == "content_block_delta":
                         break
                 assert slow.engine.open
-            while slow.engine.open:
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(eventually, lambda: not slow.engine.open)
             slow.engine.pause = 0
             async with client.messages.stream(messages=asked("Hi"), **options) as stream:
                 assert await stream.get_final_text() == ANSWER
@@ -431,7 +431,7 @@ def test_curl(server):
     def curl(path, *options, body=None):
         data = [] if body is None else ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
         command = ["curl", "-sS", "-w", "\n%{http_code} %{content_type}", *options, *data, server.url + path]
-        out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
         text, _, status = out.rpartition("\n")
         return text, status
 
@@ -489,7 +489,7 @@ def test_a_benchmark_like_that_of_vllm(server):
         return times, usage
 
     async def bench():
-        async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
             assert (await http.get("/v1/models")).json()["data"][0]["id"] == "flash"
             body = {"model": "flash", "prompt": "some random words", "add_special_tokens": False}
             tokens = (await http.post("/tokenize", json=body)).json()["tokens"][:4]
@@ -505,7 +505,7 @@ def test_a_benchmark_like_that_of_vllm(server):
 
 def test_an_evaluation_like_that_of_lm_eval(server, default_tokenizer):
     """Log-likelihoods by echo as `local-completions` of lm-eval asks for them, and its remote tokenizer."""
-    with httpx.Client(base_url=server.url, timeout=20) as http:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
         info = http.get("/tokenizer_info").json()
         assert info["eos_token"] and info["model_max_length"] and info["chat_template"] is None
         texts = ["The sky is blue", "Two and two make four", "x"]

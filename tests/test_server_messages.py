@@ -473,7 +473,7 @@ def test_a_fault_of_the_server_in_a_stream_shows_nothing_of_it(default_tokenizer
 
 def test_a_slow_stream_is_kept_open_by_comments(default_tokenizer):
     server = context(default_tokenizer, text_ids(default_tokenizer, "ab", EOS), ping_seconds=0.05)
-    server.engine.pause = 0.12
+    server.engine.pause = 0.3
 
     async def read():
         body = json.dumps(REQUEST | OFF | {"stream": True}).encode()

@@ -304,12 +304,12 @@ def busy_server(**config):
 
 def test_status_json_tells_what_the_page_shows():
     with busy_server() as server:
-        status = httpx.get(server.url + "/status.json").json()
+        status = httpx.get(server.url + "/status.json", timeout=60).json()
         assert status["state"] == "ready" and status["model"] == "toy"
         assert status["stats"]["running"] == 48 and status["stats"]["cached_pages"] == 255
         assert len(status["steps"]) == RECENT_STEPS
         assert set(status["steps"][-1]) == {"number", "device_seconds", "gap_seconds", "tokens"}
-        page = httpx.get(server.url + "/")
+        page = httpx.get(server.url + "/", timeout=60)
         assert page.headers["content-type"].startswith("text/html")
         loads_from_elsewhere = r"(?:src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)"
         assert not re.findall(loads_from_elsewhere, page.text)

@@ -242,7 +242,7 @@ def test_after_any_number_of_rejected_drafts_all_is_as_in_a_fresh_run(tiny, undr
         assert int(server.cache.sampling.next_tokens[slot]) == chosen[slot, done]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_drafts_move_no_token(tiny, undrafted, data):
     """Requests join at different times, drafts are right by chance, some steps run no drafts, a plain decode step comes

@@ -76,7 +76,7 @@ def distance(output, row: int, expected: np.ndarray) -> float:
     return float(np.abs(np.asarray(output.logits)[row, : len(expected)] - expected).max())
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_schedule_equals_the_whole_sequence_run(tiny, sequences, data):
     """Chunks, neighbours, slots, page numbers, padding, earlier owners (poisoned), several tokens per decode step and

@@ -9,18 +9,42 @@ another state: the channel fails and all processes end.
 """
 
 import dataclasses
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dsv4jax.engine.channel import FollowerChannel, LeaderChannel
 from dsv4jax.engine.connection import Kind
+from dsv4jax.engine.draft_room import DecodeTimes
 from dsv4jax.engine.plan import Executor, RankPlan, StepPlan, StepResult
 from dsv4jax.engine.plan_codec import PlanDecoder, PlanEncoder
 
 _log = logging.getLogger(__name__)
+
+
+def share_costs(channel: LeaderChannel | FollowerChannel, times: Sequence[DecodeTimes]) -> list[DecodeTimes]:
+    """The times that process 0 has measured, in every process.
+
+    Each process measures others, by which it would choose other drafts to verify. Every process calls this once,
+    between `meet` and the first step.
+
+    Args:
+      times: measured here; only those of process 0 count.
+
+    Raises:
+      ChannelFailure: a process is lost, or process 0 sends something else.
+    """
+    if isinstance(channel, LeaderChannel):
+        fields = [[one.requests, one.pages, one.drafts, one.seconds.tolist()] for one in times]
+        channel.broadcast(Kind.COSTS, json.dumps(fields).encode())
+        return list(times)
+    kind, body = channel.receive()
+    if kind is not Kind.COSTS:
+        raise channel.fail(f"process 0 sent {kind.name} before COSTS")
+    return [DecodeTimes(*sizes, np.array(seconds, np.float32)) for *sizes, seconds in json.loads(body)]
 
 
 class BroadcastExecutor:

@@ -147,8 +147,9 @@ class _Channel:
         try:
             connection.send(kind, body)
         except OSError as error:
-            # Who has closed its end has said why, and the reading thread may be about to tell.
-            self._ended.wait(_LAST_WORDS_SECONDS)
+            if not isinstance(error, TimeoutError):
+                # Who has closed its end has said why, and the reading thread is about to tell.
+                self._ended.wait(self.config.silence_seconds)
             raise self.fail(self._lost(connection.process, error)) from error
 
     def _add(self, connection: Connection) -> None:

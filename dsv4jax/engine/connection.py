@@ -21,12 +21,13 @@ class Kind(enum.IntEnum):
     RESET = 3
     SHUTDOWN = 4
     START = 5
+    COSTS = 6
     # To process 0.
-    READY = 6
-    RESET_DONE = 7
-    STEP_FAILED = 8
+    READY = 7
+    RESET_DONE = 8
+    STEP_FAILED = 9
     # Either way: the sender ends, for the reason that is the body.
-    END = 9
+    END = 10
 
 
 class Connection:

@@ -174,30 +174,38 @@ class JaxExecutor:
         self._free_since = time.monotonic()
 
     def measure_costs(self) -> list[DecodeTimes]:
-        """Measures decode steps on short requests, with drafts and without, and lets steps with drafts choose by it how
-        many to verify.
+        """Measures decode steps on short requests, with drafts and without. Empties the cache.
 
-        Not with several processes, which would choose differently. Empties the cache.
+        Of several processes all call it together: they run the same steps, and each finds other times.
 
         Returns:
-          What `DraftRoom` takes; `Programs.set_costs` was given that of steps with drafts.
+          What `set_costs` and `DraftRoom` take.
 
         Raises:
-          ValueError: the devices belong to several processes, or a bucket has pages for fewer tokens than are timed.
+          ValueError: a bucket has pages for fewer tokens than are timed.
         """
         programs, times = self._programs, []
-        if programs.layout.spans_processes:
-            raise ValueError("measure_costs: the devices must belong to one process")
         for bucket in (*programs.buckets.decode, *programs.buckets.verify):
             most = bucket.requests * bucket.tokens_per_request
             totals = sorted({*(2**i for i in range(most.bit_length())), bucket.requests, most})
             seconds = {total: self._seconds_of(bucket, total) for total in totals}
-            if bucket in programs.buckets.verify:
-                programs.set_costs(bucket, seconds)
             drafts = bucket.tokens_per_request - 1
             times.append(DecodeTimes(bucket.requests, bucket.pages, drafts, cost_table(bucket, seconds)))
         self.reset()
         return times
+
+    def set_costs(self, times: Sequence[DecodeTimes]) -> None:
+        """Lets steps with drafts choose by measured times how many to verify.
+
+        Args:
+          times: the same in all processes, see `broadcast.share_costs`.
+
+        Raises:
+          ValueError: those of a program with drafts that is not there.
+        """
+        for one in times:
+            if one.drafts:
+                self._programs.set_costs(one)
 
     def _seconds_of(self, bucket: DecodeBucket, total: int) -> float:
         """Time of a step in which each rank runs `total` tokens of as few requests as can be."""
@@ -213,7 +221,7 @@ class JaxExecutor:
                 rows.append(SpeculativeRequest(slot, own, used * size, drafts, drafts, _GREEDY))
             else:
                 rows.append(DecodeTokens((0,), 0, slot, own, _GREEDY))
-        batches = [programs.batch(rows, bucket)] * self._ranks
+        batches = [programs.batch(rows, bucket)] * len(self._local_ranks)
         self.reset()
         jax.block_until_ready(self._run(bucket, batches).tokens)  # with drafts: only these, there were none yet
         seconds = []

@@ -27,7 +27,7 @@ from dsv4jax.batch import (
 )
 from dsv4jax.cache import Cache, CacheConfig, init_cache, mask_places
 from dsv4jax.config import ModelConfig
-from dsv4jax.engine.draft_room import smallest
+from dsv4jax.engine.draft_room import DecodeTimes, smallest
 from dsv4jax.numerics import Numerics
 from dsv4jax.packing import param_shapes
 from dsv4jax.params import Params
@@ -36,6 +36,7 @@ from dsv4jax.sampling import request_rows
 from dsv4jax.speculation import draft_step, speculative_step
 from dsv4jax.step_flags import STEP_OPTIONS
 from dsv4jax.steps import decode_step, prefill_step, set_allowed_tokens, start_request
+from pallas_kernels.moe_experts import most_tokens
 from sharding import SINGLE, ExpertPlacement, Layout
 from sharding.placement import initial_owners, placement_from_owners
 
@@ -188,7 +189,13 @@ def list_programs(
     expert_slots: int | None = None,
     draft_expert_slots: int | None = None,
 ) -> dict[ProgramKey, Program]:
-    """Every program of an engine, from shapes alone; arguments as those of `Programs`."""
+    """Every program of an engine, from shapes alone; arguments as those of `Programs`.
+
+    Raises:
+      ValueError: a prefill bucket has more tokens than the kernels can address.
+    """
+    if numerics.implementation == "pallas":
+        _check_prefill_tokens(cfg, buckets, layout, expert_slots)
     slots = {"expert_slots": expert_slots, "draft_expert_slots": draft_expert_slots}
     if params is None:
         params = param_shapes(cfg, numerics, layout, tables_on_device=tables is None, **slots)
@@ -312,13 +319,20 @@ class Programs:
         costs = self._step_seconds.get(bucket)
         return program if costs is None else functools.partial(program, step_seconds=costs, **self._forced)
 
-    def set_costs(self, bucket: DecodeBucket, seconds: Mapping[int, float]) -> None:
-        """Sets what steps with drafts cost, by which they choose how many drafts to verify.
+    def set_costs(self, times: DecodeTimes) -> None:
+        """Sets what steps of a program with drafts cost, by which they choose how many drafts to verify.
 
-        Args:
-          seconds: of steps of this bucket, by the tokens that a rank verifies in them.
+        Of several processes all must set the same: each rank chooses by what its own process was given.
+
+        Raises:
+          ValueError: there is no such program.
         """
-        self._step_seconds[bucket] = cost_table(bucket, seconds)
+        bucket = DecodeBucket(times.requests, times.pages, tokens_per_request=1 + times.drafts)
+        if bucket not in self._step_seconds:
+            raise ValueError(
+                f"no verify bucket is of {times.requests} requests with {times.drafts} drafts over {times.pages} pages"
+            )
+        self._step_seconds[bucket] = times.seconds
 
     def batch(self, requests: Sequence[Any], bucket: Bucket) -> StepBatch | SpeculativeBatch:
         """A rank's batch: of `PrefillChunk`s, of `DecodeTokens`, or with drafts of `SpeculativeRequest`s."""
@@ -415,6 +429,20 @@ def step_function(bucket: Bucket) -> Any:
 
 def _lower(function: Any, *args: Any, **static: Any) -> Any:
     return function.lower(*args, **static)
+
+
+def _check_prefill_tokens(cfg: ModelConfig, buckets: Buckets, layout: Layout, expert_slots: int | None) -> None:
+    """Raises ValueError for a bucket that is too large for the experts of a device, which may be sent all its tokens by
+    every rank."""
+    number = expert_slots or ceil_div(cfg.n_routed_experts, layout.expert_devices)
+    ranks = layout.ranks * layout.emulated_ranks
+    most = most_tokens(cfg.num_experts_per_tok, number, cfg.hidden_size, cfg.moe_intermediate_size)
+    for bucket in buckets.prefill:
+        if ranks * bucket.tokens > most:
+            raise ValueError(
+                f"prefill_tokens = {bucket.tokens}: must be at most {most // ranks}, so that the expert kernels can"
+                f" address the rows of {ranks} ranks together"
+            )
 
 
 def _placement_shapes(layout: Layout, layers: int, experts: int, slots: int) -> ExpertPlacement:

@@ -10,7 +10,7 @@ blocks are scored again, as if they were a token's candidates, and selected from
 but one, and the newest.
 
 Tokens are taken in chunks, so that the scores that exist at a time do not exceed `SCORE_BYTES`, or those of one group
-of at most 8 tokens where these are more, whatever the number of tokens.
+of at most 8 tokens where these are more, and that CUDA can launch them, whatever the number of tokens.
 """
 
 import functools
@@ -30,6 +30,8 @@ MANY_ENTRIES = 1 << 18
 """From here on the maxima of blocks are kept instead of scores."""
 SCORE_BYTES = 1 << 30
 """Scores that exist at a time."""
+MAX_ROWS = 65_535
+"""Rows of a launch of `scores`: they are the second dimension of its grid."""
 
 
 def obstacle(q, weights, pool, page_table, tile_requests, visible, k, candidates, block_size, publish) -> str | None:
@@ -125,7 +127,7 @@ def _by_group(q, weights, pool, table, visible, select, maxima=False):
         return select(scores(pool, table, visible, *packed, width, tiling, maxima), visible.reshape(-1))
 
     arguments = *arguments, table
-    most = max(1, SCORE_BYTES // (4 * queries * (width // BLOCK if maxima else width)))
+    most = max(1, min(MAX_ROWS, SCORE_BYTES // (4 * queries * (width // BLOCK if maxima else width))))
     if rows <= most:
         return some(arguments)
     at_once = max(n for n in range(1, most + 1) if rows % n == 0)

@@ -7,9 +7,10 @@ from dsv4jax.numerics import Numerics
 from dsv4jax.weights import Weight
 from pallas_kernels.device import hopper_obstacle
 from pallas_kernels.moe_experts import decode, prefill, reference
-from pallas_kernels.moe_experts.pack import PackedExperts, pack_experts, unpack_experts
+from pallas_kernels.moe_experts.pack import COLS, PackedExperts, pack_experts, unpack_experts
+from pallas_kernels.moe_experts.prepare import most_tokens
 
-__all__ = ["PackedExperts", "moe_experts", "pack_experts", "unpack_experts"]
+__all__ = ["PackedExperts", "moe_experts", "most_tokens", "pack_experts", "unpack_experts"]
 
 FEW_ROWS = 20
 """Rows per expert on average up to which the decode form runs: beyond, most experts need a second of its tiles."""
@@ -73,6 +74,10 @@ def _obstacle(x: Array, experts: Array, packed: PackedExperts, numerics: Numeric
         return f"x is {x.dtype}, the kernels take bfloat16"
     if not numerics.quantize_activations:
         return "quantize_activations = False, the kernels take FP8 activations"
+    tokens, k = experts.shape
+    number, width = packed.w13.records.shape[0], packed.w2.records.shape[2] * COLS
+    if tokens > (most := most_tokens(k, number, x.shape[1], width)):
+        return f"{tokens} tokens with {k} experts each, the kernels take at most {most}"
     if _is_few(experts, packed, ranks) and (why := decode.obstacle(experts.size, packed)):
         return why
     return hopper_obstacle()

@@ -41,7 +41,7 @@ def moe_experts(
 
     Rows quantised to FP8 and MXFP4 weights are exact in bfloat16, so the products are exact up to the float32 sums.
 
-    Raises ValueError where a packed array of rows would take 4 GiB.
+    Of at most `most_tokens` tokens.
     """
     tokens, k = experts.shape
     if not tokens:

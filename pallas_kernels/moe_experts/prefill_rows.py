@@ -146,8 +146,6 @@ def _packed(rows: int, inner: int) -> jax.ShapeDtypeStruct:
 def _check_size(rows: int, inner: int) -> None:
     if inner % SLAB or rows % TOKENS:
         raise ValueError(f"rows of {inner} channels in groups of {SLAB}, {rows} rows in blocks of {TOKENS}")
-    if rows * inner * 2 >= 1 << 32:
-        raise ValueError(f"{rows} rows of {inner} bfloat16 channels take 4 GiB or more: use fewer tokens per call")
 
 
 def _place(block: ir.Value, threads: int, columns: int) -> tuple[ir.Value, ir.Value, ir.Value]:

@@ -25,6 +25,19 @@ def limits(tokens: int, k: int, number: int, tile_blocks: int) -> tuple[int, int
     return touched + (rows - touched) // TOKENS, touched + (rows - touched) // (TOKENS * tile_blocks)
 
 
+def most_tokens(k: int, number: int, hidden: int, width: int) -> int:
+    """The most tokens, each of `k` of `number` experts, whose rows the kernels can address, whatever the routing.
+
+    They count bytes in 32 bits: of bfloat16 rows of the `hidden` channels of a token, or of gate and up of an expert's
+    `width`, and of fp32 results.
+    """
+    largest = (1 << 32) - 1
+    blocks = largest // (2 * max(hidden, 2 * width) * TOKENS)
+    # As `limits` has it: each expert may need a block for a single row.
+    rows = blocks if blocks < number else number + (blocks - number) * TOKENS + TOKENS - 1
+    return min(rows // k, largest // (4 * hidden))
+
+
 def prepare(
     x: BFloat16[Array, "tokens hidden"],
     experts: Int32[Array, "tokens k"],

@@ -135,7 +135,9 @@ def device_rates(
         params, cfg, sizes, numerics, layout, forced_acceptance=law[: max(fixed)], progress=False, **_policy(requests)
     )
     try:
-        times = system.empty_executor().measure_costs()
+        executor = system.empty_executor()
+        times = executor.measure_costs()
+        executor.set_costs(times)
         rows = [_rate(system, times, drafts, steps) for drafts in (0, *fixed, None)]
     finally:
         system.close()

@@ -139,14 +139,6 @@ def caught(function: Callable[[], Any]) -> Any:
         return error
 
 
-def use_compilation_cache(directory: str | None) -> None:
-    """Keeps every compiled program in a directory, where later runs of the same command find it; None keeps none."""
-    if directory is not None:
-        jax.config.update("jax_compilation_cache_dir", directory)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
 def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
     """Median over three rounds of the time of a call, of `repeats` sent in a row; the first one does not count."""
     jax.block_until_ready(call())
