@@ -4,6 +4,7 @@ import subprocess
 import sys
 from unittest import mock
 
+import jax
 import pytest
 from absl import app
 from bench_scripts import SCRIPTS, load_script
@@ -52,6 +53,7 @@ def last_line(name, arguments):
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_what_is_not_allowed_is_told_in_one_line(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     monkeypatch.setitem(sys.modules, "torch", mock.MagicMock())  # a peer, which need not be there
     arguments, told = WRONG[name]
     line = last_line(name, arguments)
