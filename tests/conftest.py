@@ -1,5 +1,6 @@
 """Shared fixtures. JAX is set up for many small programs, and annotations are checked at run time."""
 
+import dataclasses
 import gc
 import hashlib
 import importlib.metadata
@@ -96,3 +97,34 @@ def default_tokenizer():
     from dsv4jax.tokenizer import Tokenizer
 
     return Tokenizer.from_file(_DEFAULT_TOKENIZER)
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory) -> Path:
+    """A checkpoint that starts soon, of random weights: a window-only layer, and one with every mechanism."""
+    from dsv4jax.checkpoint.random import random_tensor
+    from dsv4jax.checkpoint.reduced_config import with_fitted_tables
+    from dsv4jax.checkpoint.safetensors import write_checkpoint
+    from dsv4jax.config import ModelConfig
+    from dsv4jax.params import checkpoint_inventory
+
+    whole = ModelConfig.from_checkpoint(_DEFAULT_TOKENIZER.parent)
+    cfg = dataclasses.replace(
+        whole,
+        num_hidden_layers=2,
+        compress_ratios=(0, 1) + (0,) * whole.num_nextn_predict_layers,
+        kv_source_layer_ids=(1,),
+        index_source_layer_ids=(1,),
+        candidate_source_layer_id=1,
+        engram_layer_ids=(1,),
+        engram_num_embeddings=whole.engram_num_embeddings[:1],
+        dspark_target_layer_ids=(0, 1),
+        n_routed_experts=12,  # of 2, 3 or 4 devices
+        dspark_n_routed_experts=12,
+    )
+    cfg = with_fitted_tables(dataclasses.replace(cfg, engram_vocab_size=100))
+    plan = checkpoint_inventory(cfg)
+    files = {"config.json": json.dumps(cfg.to_dict()).encode(), "tokenizer.json": _DEFAULT_TOKENIZER.read_bytes()}
+    path = tmp_path_factory.mktemp("model") / "checkpoint"
+    write_checkpoint(path, plan, ((n, random_tensor(n, cfg, 0)) for n in plan), shard_bytes=1 << 30, files=files)
+    return path
