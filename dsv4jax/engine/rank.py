@@ -72,11 +72,12 @@ class Rank:
 
         It fits if a slot is free and the pages for all of its prefill, with one for each running request to grow.
         """
-        if not self.free_slots or self.num_running >= self.pool.available:
+        left = self.pool.available - self.num_running
+        if not self.free_slots or left <= 0:
             return None
         matched = self.pool.match(sequence.page_keys) if sequence.request.prompt_logprobs < 0 else []
-        needed = self._pages_for(self._prefill_end(sequence) + 1) - self.pool.count_held(matched)
-        return matched if needed + self.num_running <= self.pool.available else None
+        needed = self._pages_for(self._prefill_end(sequence) + 1)
+        return matched if needed <= left or needed - self.pool.count_held(matched) <= left else None
 
     def admit(self, sequence: Sequence, matched: list[int], now: float) -> None:
         """Gives a slot and pages to a choice that fits, behind the pages that `match` found."""
