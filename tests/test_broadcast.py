@@ -60,10 +60,9 @@ def test_all_processes_make_the_same_calls_and_see_the_same_tokens():
         assert schedule_difference(alone.events, inner.events) is None
         for event, other in zip(alone.events, inner.events, strict=True):
             if event.result is not None:
-                tokens = [[s and s.tokens.tolist() for s in (r.prefills, r.decodes)] for r in event.result.ranks]
-                assert tokens == [
-                    [s and s.tokens.tolist() for s in (r.prefills, r.decodes)] for r in other.result.ranks
-                ]
+                sampled = [(*(r.prefills for r in e.result.ranks), e.result.decodes) for e in (event, other)]
+                tokens, others = ([s and s.tokens.tolist() for s in of_step] for of_step in sampled)
+                assert tokens == others
 
 
 def test_requests_without_a_seed_have_the_same_in_all_processes():

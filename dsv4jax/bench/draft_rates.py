@@ -19,7 +19,7 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.engine.draft_room import DecodeTimes, DraftRoom
 from dsv4jax.engine.engine import Engine
 from dsv4jax.engine.jax_executor import JaxExecutor
-from dsv4jax.engine.plan import Executor, RankPlan, StepPlan
+from dsv4jax.engine.plan import Executor, StepPlan
 from dsv4jax.engine.programs import Programs, make_buckets
 from dsv4jax.engine.replay import ReplayRule
 from dsv4jax.engine.request import GenerationRequest
@@ -254,17 +254,14 @@ def _rate(executor: Executor, cfg: SchedulerConfig, room: DraftRoom, drafts: int
 
 
 def _simulated_cost(times: MeasuredTimes, requests: int, rooms: Sequence[int], plan: StepPlan) -> float:
-    def rank_seconds(rank: RankPlan) -> float:
-        # Prompts take no time: they are over before steps count.
-        seconds = 0.0
-        if rank.decodes is not None:
-            seconds += times.seconds(requests, 0)
-        if rank.speculation is not None:
-            drafts = int(rank.speculation.max_drafts.max())
-            seconds += times.seconds(requests, next(room for room in rooms if room >= drafts))
-        return seconds
-
-    return max(map(rank_seconds, plan.ranks))
+    # Prompts take no time: they are over before steps count.
+    seconds = 0.0
+    if plan.decodes is not None:
+        seconds += times.seconds(requests, 0)
+    if plan.speculation is not None:
+        drafts = int(plan.speculation.max_drafts.max())
+        seconds += times.seconds(requests, next(room for room in rooms if room >= drafts))
+    return seconds
 
 
 def _with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
