@@ -258,7 +258,7 @@ def prompt_logprobs(executor: JaxExecutor, reference: Results) -> None:
 
 
 def a_plan_for_other_ranks_is_refused(executor: JaxExecutor, reference: Results) -> None:
-    nothing = RankPlan((), (), (), None)
+    nothing = RankPlan((), (), ())
     try:
         executor.dispatch(StepPlan(0, (nothing,) * 3))
     except ValueError as error:

@@ -7,6 +7,7 @@ comes out.
 
 import collections
 import copy
+import dataclasses
 import hashlib
 
 import numpy as np
@@ -178,10 +179,11 @@ class CheckingExecutor:
             raise RuntimeError("injected failure in dispatch")
         self.plans.append(plan)
         try:
-            results = tuple(map(self._run, range(len(plan.ranks)), plan.ranks))
+            results, *decoding = zip(*(self._run(rank, plan) for rank in range(len(plan.ranks))), strict=True)
         except AssertionError as error:
             raise Violation(f"step {plan.number}: {error}") from error
-        self._queue.append(StepResult(plan.number, results, 1.0))
+        decodes, speculation = map(_together, decoding)
+        self._queue.append(StepResult(plan.number, results, 1.0, decodes=decodes, speculation=speculation))
 
     def wait(self):
         if self.fail_next == 2:
@@ -193,8 +195,11 @@ class CheckingExecutor:
         self.failures_in_a_row = 0
         return self._queue.popleft()
 
-    def _run(self, rank, plan):
-        cfg = self.cfg
+    def _run(self, rank, step):
+        cfg, plan = self.cfg, step.ranks[rank]
+        of_all = (step.decodes, step.speculation)
+        assert all(part is None or part.ranks.tolist() == sorted(part.ranks) for part in of_all)
+        given, drafting = (part and part.of_rank(rank) for part in of_all)
         for start in plan.starts:
             self.windows[rank][start.slot] = {}
             self.next_tokens[rank, start.slot] = -1
@@ -213,10 +218,10 @@ class CheckingExecutor:
             prefills.append(self._sample(rank, chunk.slot, chunk.pages, chunk.end))
             self._move(rank, chunk.slot, chunk.end)
         decodes = []
-        if plan.decodes is not None:
-            d = plan.decodes
-            assert len(set(d.slots.tolist())) == len(d.slots) <= cfg.slots
-            for slot, start, token, pages in zip(d.slots, d.starts, d.tokens, d.page_table, strict=True):
+        if given is not None:
+            assert len(set(given.slots.tolist())) == len(given.slots) <= cfg.slots
+            columns = given.slots, given.starts, given.tokens, given.page_tables[rank]
+            for slot, start, token, pages in zip(*columns, strict=True):
                 if token == NEXT_TOKEN:
                     assert not cfg.tokens_on_host
                     token = self.next_tokens[rank, slot]
@@ -225,21 +230,16 @@ class CheckingExecutor:
                 decodes.append(self._sample(rank, slot, pages, int(start) + 1))
                 self._move(rank, slot, int(start) + 1)
         speculation = None
-        if plan.speculation is not None:
-            assert plan.decodes is None and len(set(plan.speculation.slots.tolist())) == len(plan.speculation.slots)
-            speculation = self._speculate(rank, plan.speculation)
+        if drafting is not None:
+            assert step.decodes is None and len(set(drafting.slots.tolist())) == len(drafting.slots)
+            speculation = self._speculate(rank, drafting)
         for slot in plan.first_drafts:
             chunk = next(c for c in plan.prefills if c.slot == slot)
             assert chunk.end == len(chunk.tokens), "drafts in the middle of a prompt"
             self.drafts[rank][slot] = self._draft(rank, slot, chunk.pages, chunk.end)
         first_drafts = [self.drafts[rank][slot] for slot in plan.first_drafts]
-        return RankResult(
-            _sampled(prefills),
-            _sampled(decodes),
-            (None,) * len(prefills),
-            speculation,
-            np.array(first_drafts, np.int32) if first_drafts else None,
-        )
+        first_drafts = np.array(first_drafts, np.int32) if first_drafts else None
+        return RankResult(_sampled(prefills), (None,) * len(prefills), first_drafts), _sampled(decodes), speculation
 
     def _move(self, rank, slot, position):
         """After a step without drafts."""
@@ -264,7 +264,7 @@ class CheckingExecutor:
         verified, rows, next_drafts = [], [], []
         for slot, most, end, given, least, drafts, pauses, seen, pages in zip(
             s.slots.tolist(), s.positions.tolist(), s.ends.tolist(), s.tokens.tolist(), s.min_drafts, s.max_drafts,
-            s.pause_tokens, s.seen, s.page_table, strict=True,
+            s.pause_tokens, s.seen, s.page_tables[rank], strict=True,
         ):  # fmt: skip
             assert 0 <= least <= drafts <= self.cfg.drafts
             position, token = int(self.positions[rank, slot]), int(self.next_tokens[rank, slot])
@@ -340,3 +340,12 @@ class CheckingExecutor:
 
 def _sampled(tokens):
     return Sampled(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32)) if tokens else None
+
+
+def _together(parts):
+    """The results of all ranks as those of a step."""
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    columns = [[getattr(part, f.name) for part in given] for f in dataclasses.fields(given[0])]
+    return type(given[0])(*(None if column[0] is None else np.concatenate(column) for column in columns))

@@ -63,10 +63,9 @@ def test_all_processes_make_the_same_calls_and_see_the_same_tokens():
         assert schedule_difference(alone.events, inner.events) is None
         for event, other in zip(alone.events, inner.events, strict=True):
             if event.result is not None:
-                tokens = [[s and s.tokens.tolist() for s in (r.prefills, r.decodes)] for r in event.result.ranks]
-                assert tokens == [
-                    [s and s.tokens.tolist() for s in (r.prefills, r.decodes)] for r in other.result.ranks
-                ]
+                sampled = [(*(r.prefills for r in e.result.ranks), e.result.decodes) for e in (event, other)]
+                tokens, others = ([s and s.tokens.tolist() for s in of_step] for of_step in sampled)
+                assert tokens == others
 
 
 def test_requests_without_a_seed_have_the_same_in_all_processes():
@@ -131,10 +130,9 @@ def test_steps_with_drafts_run_and_verify_in_all_processes_by_the_times_that_pro
     assert [s.generated for s in made] == [rollout(s.request, 0) for s in made]
 
     def ran(inner):
-        """For how many drafts each step of each rank had room, none in a plain one, and what requests verified."""
-        ranks = [rank for plan in inner.plans for rank in plan.ranks]
-        rooms = [int(rank.speculation.max_drafts.max()) if rank.speculation else rank.decodes and 0 for rank in ranks]
-        found = [rank.speculation for result in inner.results for rank in result.ranks]
+        """For how many drafts each step had room, none in a plain one, and what requests verified."""
+        rooms = [int(p.speculation.max_drafts.max()) if p.speculation else p.decodes and 0 for p in inner.plans]
+        found = [result.speculation for result in inner.results]
         return rooms, [part and [part.verified.tolist(), part.tokens.tolist()] for part in found]
 
     rooms, verified = ran(inners[0])

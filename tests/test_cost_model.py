@@ -19,7 +19,7 @@ from dsv4jax.engine.plan import Decodes, Prefill, RankPlan, Speculation, StepPla
 
 CFG = ModelConfig()
 H200 = load_hardware("h200")
-IDLE = RankPlan((), (), (), None)
+IDLE = RankPlan((), (), ())
 
 
 def changed(path: tuple[str, ...], value: object) -> dict:
@@ -195,24 +195,25 @@ def test_the_fast_way_gives_the_same_seconds(data, ranks):
 def test_a_plan_costs_what_its_closed_form_does():
     model, pages = cost(2), np.zeros((2, 1), np.int32)
     slots, starts = np.arange(2, dtype=np.int32), np.full(2, 9999, np.int32)
-    plain = RankPlan((), (), (), Decodes(slots, starts, slots, pages))
-    assert model(StepPlan(0, (plain, plain))) == pytest.approx(model.decode(2, 1, 10_000).seconds)
-    limits = (starts + 100, slots, np.zeros(2, np.int32), np.full(2, 5, np.int32), np.full((2, 1), -1), starts)
-    drafting = RankPlan((), (), (), None, Speculation(slots, starts, *limits, pages))
-    assert model(StepPlan(0, (drafting, drafting))) == pytest.approx(model.decode(2, 6, 10_000, draft=True).seconds)
+    slots, starts, ranks = np.tile(slots, 2), np.tile(starts, 2), np.repeat(np.arange(2, dtype=np.int32), 2)
+    plain = Decodes(ranks, slots, {0: pages, 1: pages}, starts, slots)
+    assert model(StepPlan(0, (IDLE, IDLE), plain)) == pytest.approx(model.decode(2, 1, 10_000).seconds)
+    limits = (starts + 100, slots, np.zeros(4, np.int32), np.full(4, 5, np.int32), np.full((4, 1), -1), starts)
+    drafting = Speculation(ranks, slots, plain.page_tables, starts, *limits)
+    drafts = model(StepPlan(0, (IDLE, IDLE), None, drafting))
+    assert drafts == pytest.approx(model.decode(2, 6, 10_000, draft=True).seconds)
     prompt = np.zeros(4096, np.int32)
     chunks = [Prefill(0, prompt, start, start + 2048, pages[0], 0, 0) for start in (0, 2048)]
     for chunk, context, ends in zip(chunks, (1024, 3072), (False, True), strict=True):
-        part = RankPlan((), (), (chunk,), None)
+        part = RankPlan((), (), (chunk,))
         assert model(StepPlan(0, (part, part))) == pytest.approx(model.prefill(2048, context, ends).seconds)
         exact = cost(2, replay="exact")
         assert exact(StepPlan(0, (part, part))) == pytest.approx(exact.prefill(2048, context, ends).seconds)
-    both = RankPlan((), (), (chunks[0],), plain.decodes, None, (1,))
-    assert model(StepPlan(0, (both, IDLE))) > max(
-        model(StepPlan(0, (one, IDLE))) for one in (plain, RankPlan((), (), (chunks[0],), None))
-    )
+    prefill, one = RankPlan((), (), (chunks[0],)), plain.of_rank(0)
+    both = model(StepPlan(0, (dataclasses.replace(prefill, first_drafts=(1,)), IDLE), one))
+    assert both > max(model(StepPlan(0, (IDLE, IDLE), one)), model(StepPlan(0, (prefill, IDLE))))
     with pytest.raises(ValueError, match="plan of 1 ranks: this model is of 2"):
-        model(StepPlan(0, (plain,)))
+        model(StepPlan(0, (IDLE,)))
 
 
 def test_layouts_cost_what_they_carry():

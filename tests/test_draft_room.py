@@ -159,10 +159,9 @@ def steps_of(law, times, tokens=2000):
     rooms = collections.Counter()
 
     def cost(plan):
-        (rank,) = plan.ranks
-        if rank.speculation is not None:
-            rooms[int(rank.speculation.max_drafts.max())] += 1
-        elif rank.decodes is not None:
+        if plan.speculation is not None:
+            rooms[int(plan.speculation.max_drafts.max())] += 1
+        elif plan.decodes is not None:
             rooms[None] += 1
         return 1.0
 
@@ -207,13 +206,13 @@ def test_a_request_has_room_for_the_drafts_it_insists_on():
     drain(engine)
     fixed, others = mixed[1], (mixed[0], mixed[2])
     assert fixed.drafted / fixed.draft_rounds > 1.8, "of two, but for its last tokens"
-    speculations = [p.ranks[0].speculation for p in executor.plans if p.ranks[0].speculation is not None]
+    speculations = [p.speculation for p in executor.plans if p.speculation is not None]
     together = [s for s in speculations if len(s.slots) == 3]
     # Before anything was seen, all drafts are taken to stand.
     assert {int(s.max_drafts.max()) for s in together[3:]} == {2}
     assert others[0].drafted > 0, "what runs beside it has the same room"
     assert others[1].drafted == 0
-    assert executor.plans[-1].ranks[0].decodes is not None, "once it has ended, no drafts pay"
+    assert executor.plans[-1].decodes is not None, "once it has ended, no drafts pay"
 
 
 def test_once_drafts_pay_again_a_look_finds_it_and_a_bad_moment_does_not_end_them():

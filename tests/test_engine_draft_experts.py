@@ -52,8 +52,9 @@ def serve(interval):
         choices += engine.submit(GenerationRequest(f"r{i}", prompt, max_tokens=20, sampling=sampling, ignore_eos=True))
         engine.step()
     drain(engine)
-    ranks = [rank for event in recording.events if event.result for rank in event.result.ranks]
-    rounds = [s for rank in ranks if (s := rank.speculation) is not None]
+    results = [event.result for event in recording.events if event.result]
+    ranks = [rank for result in results for rank in result.ranks]
+    rounds = [s for result in results if (s := result.speculation) is not None]
     drafts = [s.next_drafts[s.counts > 0].tolist() for s in rounds]
     drafts += [rank.first_drafts.tolist() for rank in ranks if rank.first_drafts is not None]
     assert executor.compilations.count == 0

@@ -100,9 +100,8 @@ def test_the_schedule_is_that_of_the_simulation_and_tokens_are_those_of_each_req
     made = busy_time(on_device, SCHEDULER)
     assert executor.compilations.count == compilations, "something was compiled after the start"
 
-    sampled = iter(
-        [s for e in on_device.events if e.result for r in e.result.ranks for s in (r.prefills, r.decodes) if s]
-    )
+    results = [e.result for e in on_device.events if e.result]
+    sampled = iter([s for r in results for s in (*(rank.prefills for rank in r.ranks), r.decodes) if s])
     simulated = RecordingExecutor(SimulatedExecutor(LinearCost(), lambda rank, slots, positions: next(sampled).tokens))
     again = busy_time(simulated, SCHEDULER)
     assert schedule_difference(on_device.events, simulated.events) is None

@@ -114,7 +114,8 @@ def test_failures_are_replayed_too(tmp_path):
 
 def test_the_schedule_does_not_depend_on_the_executor(recorded):
     events, made = recorded
-    sampled = iter([s for e in events if e.result for r in e.result.ranks for s in (r.prefills, r.decodes) if s])
+    results = [e.result for e in events if e.result]
+    sampled = iter([s for r in results for s in (*(rank.prefills for rank in r.ranks), r.decodes) if s])
     simulated = RecordingExecutor(SimulatedExecutor(LinearCost(), lambda rank, slots, positions: next(sampled).tokens))
     again = drive(simulated)
     assert schedule_difference(events, simulated.events) is None
@@ -148,12 +149,11 @@ def test_a_replay_asked_for_more_or_for_something_else_says_so(recorded):
 
 
 def change(plan, what, **values):
+    if what == "decodes":
+        return dataclasses.replace(plan, decodes=dataclasses.replace(plan.decodes, **values))
     (rank,) = plan.ranks
     old = getattr(rank, what)
-    if what == "decodes":
-        new = dataclasses.replace(old, **values)
-    else:
-        new = (dataclasses.replace(old[0], **values), *old[1:])
+    new = (dataclasses.replace(old[0], **values), *old[1:])
     return dataclasses.replace(plan, ranks=(dataclasses.replace(rank, **{what: new}),))
 
 
@@ -172,17 +172,18 @@ def change(plan, what, **values):
         ("prefills", {"window_floor": 99}, r"prefills\[0\], window_floor: \d+ recorded, 99 now"),
         ("prefills", {"pages": np.array([9], np.int32)}, r"prefills\[0\], pages"),
         ("prefills", {"tokens": np.array([9], np.int32)}, r"prefills\[0\], tokens: not those recorded"),
+        ("decodes", {"ranks": np.array([9], np.int32)}, "decodes, ranks"),
         ("decodes", {"slots": np.array([9], np.int32)}, "decodes, slots"),
         ("decodes", {"starts": np.array([9], np.int32)}, "decodes, starts"),
         ("decodes", {"tokens": np.array([9], np.int32)}, "decodes, tokens"),
-        ("decodes", {"page_table": np.array([[9]], np.int32)}, "decodes, page_table"),
+        ("decodes", {"page_tables": {0: np.array([[9]], np.int32)}}, "decodes, page_tables"),
     ],
 )
 def test_every_field_of_a_plan_is_compared(recorded, what, values, message):
     events, _ = recorded
 
     def wanted(plan):
-        found = getattr(plan.ranks[0], what)
+        found = plan.decodes if what == "decodes" else getattr(plan.ranks[0], what)
         return found and (what != "masks" or found[0].mask is not None)
 
     plan = next(e.plan for e in events if e.plan and wanted(e.plan))
@@ -200,16 +201,17 @@ def test_results_come_back_from_a_file_exactly(tmp_path):
         None,
         PromptLogprobs(floats[:0], np.ones((0, 2), np.int32), np.ones((0, 2), np.float32)),
     )
-    ranks = RankResult(sampled, Sampled(sampled.tokens, floats), parts), RankResult(None, None)
-    result = StepResult(4, ranks, 0.25, 0.5)
+    ranks = RankResult(sampled, parts), RankResult(None)
+    result = StepResult(4, ranks, 0.25, 0.5, Sampled(sampled.tokens, floats))
     save_recording([Event("wait", 1.5, result=result)], tmp_path / "r.jsonl")
     (event,) = load_recording(tmp_path / "r.jsonl")
     assert (event.kind, event.time, event.error) == ("wait", 1.5, None)
     assert (event.result.number, event.result.seconds, event.result.gap_seconds) == (4, 0.25, 0.5)
     first, second = event.result.ranks
-    assert second.prefills is second.decodes is None and second.prompt_logprobs == ()
-    assert first.decodes.top_tokens is None and first.prompt_logprobs[1] is None
-    logprobs = first.prompt_logprobs
+    assert second.prefills is event.result.speculation is None and second.prompt_logprobs == ()
+    logprobs, decodes = first.prompt_logprobs, event.result.decodes
+    assert decodes.top_tokens is None and logprobs[1] is None
+    np.testing.assert_array_equal(decodes.logprobs, floats)
     for new, old in [(first.prefills, sampled), (logprobs[0], parts[0]), (logprobs[2], parts[2])]:
         for field in dataclasses.fields(old):
             a, b = getattr(new, field.name), getattr(old, field.name)
@@ -223,7 +225,7 @@ def test_a_prompt_is_written_once(tmp_path):
 
     def plan(number, starts):
         chunk = Prefill(0, tokens, number, number + 1, pages, 0, 0)
-        return Event("dispatch", 0.0, StepPlan(number, (RankPlan(starts, (), (chunk,), None),)))
+        return Event("dispatch", 0.0, StepPlan(number, (RankPlan(starts, (), (chunk,)),)))
 
     start = SlotStart(0, tokens, 0, RequestSampling(), {})
     events = [plan(0, (start,)), *(plan(i, ()) for i in range(1, 50))]
@@ -238,7 +240,7 @@ def test_a_prompt_is_written_once(tmp_path):
 def test_masks_come_back_from_a_file(tmp_path):
     mask = np.array([0xDEADBEEF, 1], np.uint32)
     by_place = np.stack([mask, ~mask])
-    rank = RankPlan((), (SlotMask(2, mask), SlotMask(3, None), SlotMask(4, by_place)), (), None)
+    rank = RankPlan((), (SlotMask(2, mask), SlotMask(3, None), SlotMask(4, by_place)), ())
     save_recording([Event("dispatch", 0.0, StepPlan(0, (rank,)))], tmp_path / "r.jsonl")
     first, second, third = load_recording(tmp_path / "r.jsonl")[0].plan.ranks[0].masks
     assert (first.slot, first.mask.tolist()) == (2, mask.tolist()) and first.mask.dtype == np.uint32
@@ -249,5 +251,5 @@ def test_masks_come_back_from_a_file(tmp_path):
 @pytest.mark.parametrize("header", ["", "{}\n", json.dumps({"recording": "dsv4jax.engine", "version": 1}) + "\n"])
 def test_other_files_are_refused(tmp_path, header):
     (tmp_path / "r.jsonl").write_text(header)
-    with pytest.raises(ValueError, match=r"r\.jsonl: not a recording of version 4"):
+    with pytest.raises(ValueError, match=r"r\.jsonl: not a recording of version 5"):
         load_recording(tmp_path / "r.jsonl")

@@ -305,8 +305,8 @@ def test_neither_prefill_nor_decode_is_held_up_longer_than_the_knob_says(prefill
     long = engine.submit(request(np.arange(110) % 40 + 2, 2, "long"))[0]
     while long.first_token is None:
         engine.step()
-    plans = [p.ranks[0] for p in executor.plans[begin:]]
-    has_prefill = [bool(p.prefills) for p in plans]
+    plans = executor.plans[begin:]
+    has_prefill = [bool(p.ranks[0].prefills) for p in plans]
     has_decode = [p.decodes is not None for p in plans]
     together = plans[has_prefill.index(True) : len(plans) - has_prefill[::-1].index(True)]
     assert len(together) == (110 // 16 + 1 - 1) * prefill_every + 1
@@ -407,7 +407,7 @@ def test_steps_overlap_and_their_number_is_bounded():
         engine.step()
         seen.append(engine.scheduler.steps_in_flight)
     assert max(seen) == 1, "of two dispatched steps the older is finished in the same call"
-    tokens = [p.ranks[0].decodes.tokens[0] for p in executor.plans if p.ranks[0].decodes is not None]
+    tokens = [p.decodes.tokens[0] for p in executor.plans if p.decodes is not None]
     assert tokens == [-1] * 19, "a decode takes its token from the device"
 
 
@@ -599,9 +599,9 @@ def test_undefined_logits_end_only_the_choice_that_has_them():
     made = [engine.submit(request([2, 3, i], 8, f"r{i}", ignore_eos=True))[0] for i in range(3)]
 
     def alter(plan, result):
-        decodes = result.ranks[0].decodes
+        decodes = result.decodes
         if decodes is not None and plan.number == 3:
-            decodes.logprobs[plan.ranks[0].decodes.slots == made[1].slot] = np.nan
+            decodes.logprobs[plan.decodes.slots == made[1].slot] = np.nan
         return result
 
     executor.alter = alter
@@ -630,7 +630,7 @@ def test_pages_of_a_choice_with_undefined_logits_are_not_found_again(kind, warm)
         if chunks and kind == ("last chunk" if chunks[0].end == len(prompt) else "first chunk"):
             result.ranks[0].prefills.logprobs[:] = np.nan
         elif kind == "decode" and len(bad.generated) > 6:
-            result.ranks[0].decodes.logprobs[:] = np.nan
+            result.decodes.logprobs[:] = np.nan
         return result
 
     executor.alter = alter
@@ -855,5 +855,5 @@ def test_a_step_of_a_former_life_does_not_count():
     assert made[0].slot >= 0 and second.ranks[0].prefills
     for number, token in ((first.number, 7), (second.number, 8)):
         sampled = Sampled(np.array([token], np.int32), np.zeros(1, np.float32))
-        scheduler.update(StepResult(number, (RankResult(sampled, None),), 1.0), 1.0)
+        scheduler.update(StepResult(number, (RankResult(sampled),), 1.0), 1.0)
     assert made[0].generated == [8]

@@ -28,7 +28,8 @@ def free(prompt, tokens, name="r", **options):
 
 
 def speculations(executor, rank=0):
-    return [p.ranks[rank].speculation for p in executor.plans if p.ranks[rank].speculation is not None]
+    given = [p.speculation.of_rank(rank) for p in executor.plans if p.speculation is not None]
+    return [part for part in given if part is not None]
 
 
 def test_right_drafts_save_steps_and_everything_is_counted():
@@ -81,13 +82,12 @@ def test_requests_without_drafts_run_in_the_same_program_as_those_with_them():
     made = [engine.submit(free([2, 3, i], 30, f"r{i}", drafts=4 if i == 4 else 0))[0] for i in range(2, 8)]
     for _ in range(4):
         engine.step()
-    kinds = [{(r.decodes is not None, r.speculation is not None) for r in p.ranks} for p in executor.plans[1:]]
-    assert all(kind == {(False, True)} for kind in kinds)
+    later = executor.plans[1:]
+    assert all(p.decodes is None and set(p.speculation.ranks.tolist()) == {0, 1, 2} for p in later)
     drain(engine)
     assert all(s.generated == rollout(s.request, 0) for s in made)
     assert sum(s.drafted > 0 for s in made) == 1
-    last = executor.plans[-1].ranks
-    assert any(r.decodes is not None for r in last), "once nobody drafts any more, the plain program runs"
+    assert executor.plans[-1].decodes is not None, "once nobody drafts any more, the plain program runs"
 
 
 def test_drafts_end_at_the_length_that_the_request_says():
@@ -96,7 +96,7 @@ def test_drafts_end_at_the_length_that_the_request_says():
     drain(engine)
     assert made.generated == rollout(made.request, 0)
     assert [(s.positions[0], s.max_drafts[0]) for s in speculations(executor)] == [(p, 4) for p in range(3, 20)]
-    assert executor.plans[-1].ranks[0].decodes is not None
+    assert executor.plans[-1].decodes is not None
     assert engine.stats().drafts.withheld["context"] > 0
 
 
@@ -125,10 +125,10 @@ def test_tokens_behind_the_end_of_a_choice_are_dropped(ends):
 
 def test_log_probabilities_come_for_each_token_as_far_as_they_are_asked_for():
     class WithLogprobs(CheckingExecutor):
-        def _run(self, rank, plan):
-            result = super()._run(rank, plan)
-            parts = {name: getattr(result, name) for name in ("prefills", "speculation")}
-            return dataclasses.replace(result, **{name: part and with_logprobs(part) for name, part in parts.items()})
+        def _run(self, rank, step):
+            result, decodes, speculation = super()._run(rank, step)
+            result = dataclasses.replace(result, prefills=result.prefills and with_logprobs(result.prefills))
+            return result, decodes, speculation and with_logprobs(speculation)
 
     def with_logprobs(part):
         best = np.broadcast_to(np.arange(20), (*part.tokens.shape, 20)).astype(np.int32)
@@ -151,9 +151,9 @@ def test_undefined_logits_behind_an_accepted_draft_end_the_choice_there():
     made = [engine.submit(free([2, i], 20, f"r{i}"))[0] for i in (2, 3)]
 
     def alter(plan, result):
-        speculated = result.ranks[0].speculation
+        speculated = result.speculation
         if plan.number == 2:
-            row = plan.ranks[0].speculation.slots.tolist().index(made[1].slot)
+            row = plan.speculation.slots.tolist().index(made[1].slot)
             assert speculated.counts[row] > 2
             speculated.logprobs[row, 2] = np.nan
         return result
@@ -258,8 +258,7 @@ def test_deterministic_reruns_run_one_by_one_in_the_program_of_all():
     drain(engine)
     assert any(s.preemptions for s in made)
     assert all(s.generated == rollout(s.request, 0) for s in made)
-    ranks = [p.ranks[0] for p in executor.plans]
-    assert all(r.decodes is None for r in ranks)
+    assert all(p.decodes is None for p in executor.plans)
     given = [(s.tokens >= 0, s.max_drafts) for s in speculations(executor)]
     assert any(known.any() and drafts.any() for known, drafts in given)
     assert not any(drafts[known].any() for known, drafts in given)

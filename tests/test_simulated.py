@@ -47,12 +47,16 @@ def test_cost_of_a_step_is_that_of_its_slowest_rank():
         Prefill(0, np.zeros(100, np.int32), 10, 30, pages, 0, 0),
         Prefill(1, np.zeros(9, np.int32), 0, 4, pages, 0, 0),
     )
-    decodes = Decodes(np.arange(2), np.array([1000, 3000]), np.full(2, -1), np.zeros((2, 1), np.int32))
-    busy, idle = RankPlan((), (), chunks, decodes), RankPlan((), (), (), None)
+    busy, idle = RankPlan((), (), chunks), RankPlan((), (), ())
+
+    def decodes(rank):
+        table = {rank: np.zeros((2, 1), np.int32)}
+        return Decodes(np.full(2, rank), np.arange(2), table, np.array([1000, 3000]), np.full(2, -1))
+
     cost = LinearCost(step=1, prefill_token=10, prefill_pair=100, decode_token=1000, decode_context=10_000)
     expected = 1 + 24 * 10 + 100 * (20 * 20 + 4 * 2) + 2 * 1000 + 4000 * 10_000
-    assert cost(StepPlan(0, (busy,))) == pytest.approx(expected)
-    assert cost(StepPlan(0, (idle, busy, idle))) == pytest.approx(expected)
+    assert cost(StepPlan(0, (busy,), decodes(0))) == pytest.approx(expected)
+    assert cost(StepPlan(0, (idle, busy, idle), decodes(1))) == pytest.approx(expected)
     assert cost(StepPlan(0, (idle,))) == 1
 
 
@@ -172,7 +176,7 @@ def test_logprobs_come_in_the_shapes_that_were_asked_for():
 
 def test_a_reset_drops_what_is_in_flight():
     executor = SimulatedExecutor(NO_CONTEXT, constant_tokens(7))
-    nothing = RankPlan((), (), (), None)
+    nothing = RankPlan((), (), ())
     executor.dispatch(StepPlan(0, (nothing,)))
     executor.reset()
     executor.dispatch(StepPlan(1, (nothing,)))

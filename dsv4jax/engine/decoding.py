@@ -27,8 +27,6 @@ from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
 from dsv4jax.engine.slots import Rows, Slots
 
-Part = tuple[Decodes | None, Speculation | None]
-"""What decodes on a rank: in a step without drafts, or in one with them."""
 _PerRow = Int32[np.ndarray, " rows"]
 
 
@@ -39,7 +37,7 @@ class Decoding:
         self, cfg: SchedulerConfig, slots: Slots, ranks: list[Rank], counter: DraftCounter, room: DraftRoom | None
     ):
         self._cfg, self._slots, self._ranks, self._counter, self._room = cfg, slots, ranks, counter, room
-        self._slot_of_row = np.tile(np.arange(cfg.slots, dtype=np.int32), cfg.ranks)
+        self._rank_of_row, self._slot_of_row = np.divmod(np.arange(cfg.ranks * cfg.slots, dtype=np.int32), cfg.slots)
         self._first_rows = np.arange(cfg.ranks + 1) * cfg.slots
 
     def runnable(self) -> Rows:
@@ -52,9 +50,9 @@ class Decoding:
 
     def plan(
         self, rows: Rows, failed: Failures, preempt: Callable[[Sequence], None]
-    ) -> tuple[list[Part], Running | None]:
+    ) -> tuple[Decodes | Speculation, Running] | None:
         """The next token of those of the runnable choices that are ready, with drafts behind it or without, and the
-        state moved to after the step.
+        state moved to after the step; None if none is ready.
 
         One program for all: with drafts if a choice anywhere drafts, so that weights are read once, and with room for
         the most that any verifies. In deterministic mode the others do not decide which one. Preempts the worst choices
@@ -84,9 +82,9 @@ class Decoding:
                 certain = (drafts > 0) | (slots.unread[rows] == 0) | (slots.pause_tokens[rows] < 0).all(axis=1)
                 rows, drafts, positions = rows[certain], drafts[certain], positions[certain]
         if not rows.size:
-            return [(None, None)] * len(self._ranks), None
-        parts = self._parts(rows, drafts, positions, speculate)
-        return parts, self._dispatched(rows, drafts)
+            return None
+        told = self._told(rows, drafts, positions, speculate)
+        return told, self._dispatched(rows, drafts)
 
     def _wanted_drafts(self, rows: Rows, positions: _PerRow) -> _PerRow:
         """As many as requests allow."""
@@ -141,27 +139,26 @@ class Decoding:
         self._counter.withheld["pages"] += int(np.count_nonzero((fitting == 0) & (drafts > 0)))
         return fitting
 
-    def _parts(self, rows: Rows, drafts: _PerRow, positions: _PerRow, speculate: bool) -> list[Part]:
-        """What each rank is told."""
-        slots = self._slots
-        columns = [self._slot_of_row[rows], positions, self._tokens(rows, positions, speculate)]
-        if speculate:
-            columns += [slots.ends[rows] - 1, np.minimum(slots.least_drafts[rows], drafts), drafts]
-            columns += [slots.pause_tokens[rows], slots.lengths[rows] - 1]
-        parts: list[Part] = [(None, None)] * len(self._ranks)
+    def _told(self, rows: Rows, drafts: _PerRow, positions: _PerRow, speculate: bool) -> Decodes | Speculation:
+        """What the executor is told."""
+        slots, tokens = self._slots, self._tokens(rows, positions, speculate)
+        where = self._rank_of_row[rows], self._slot_of_row[rows], self._page_tables(rows)
+        if not speculate:
+            return Decodes(*where, positions, tokens)
+        least = np.minimum(slots.least_drafts[rows], drafts)
+        pauses, seen = slots.pause_tokens[rows], slots.lengths[rows] - 1
+        return Speculation(*where, positions, slots.ends[rows] - 1, tokens, least, drafts, pauses, seen)
+
+    def _page_tables(self, rows: Rows) -> dict[int, Int32[np.ndarray, "requests pages"]]:
+        """Of each rank, as wide as its longest choice."""
         bounds = rows.searchsorted(self._first_rows)
         busy = (bounds[1:] > bounds[:-1]).nonzero()[0]
-        widths = np.maximum.reduceat(slots.covered[rows], bounds[busy]) // self._cfg.page_size
-        for number, first, end, width in zip(
-            busy.tolist(), bounds[busy].tolist(), bounds[busy + 1].tolist(), widths.tolist(), strict=True
-        ):
-            own, table = [column[first:end] for column in columns], slots.page_table[rows[first:end], :width]
-            if not speculate:
-                parts[number] = Decodes(*own, table), None
-            else:
-                numbers, most, tokens, ends, *limits = own
-                parts[number] = None, Speculation(numbers, most, ends, tokens, *limits, table)
-        return parts
+        widths = np.maximum.reduceat(self._slots.covered[rows], bounds[busy]) // self._cfg.page_size
+        columns = (column.tolist() for column in (busy, bounds[busy], bounds[busy + 1], widths))
+        return {
+            rank: self._slots.page_table[rows[first:end], :width]
+            for rank, first, end, width in zip(*columns, strict=True)
+        }
 
     def _tokens(self, rows: Rows, positions: _PerRow, speculate: bool) -> _PerRow:
         """Those that the host must name. With drafts the slot has the newest one, maybe a later one than the host."""

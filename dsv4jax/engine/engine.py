@@ -147,16 +147,12 @@ class Engine:
         dispatched = self._in_flight.popleft()
         update = self.scheduler.update(result, self.executor.now())
         self._ended([sequence for sequence, _, _ in update.finished])
-        chunks = [chunk for rank in dispatched.plan.ranks for chunk in rank.prefills]
+        plan = dispatched.plan
+        chunks = [chunk for rank in plan.ranks for chunk in rank.prefills]
         record = StepRecord(
             number=result.number,
             prefill_requests=len(chunks),
-            decode_requests=sum(
-                len(part.slots)
-                for rank in dispatched.plan.ranks
-                for part in (rank.decodes, rank.speculation)
-                if part is not None
-            ),
+            decode_requests=sum(len(part.slots) for part in (plan.decodes, plan.speculation) if part is not None),
             cached_tokens=dispatched.cached_tokens,
             computed_tokens=sum(chunk.end - chunk.start for chunk in chunks),
             output_tokens=update.tokens,

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from dsv4jax.engine.plan import (
     Decodes,
     Prefill,
     RankResult,
+    RunningRequests,
     Sampled,
     SlotMask,
     SlotStart,
@@ -68,6 +69,10 @@ class _Results:
         array = np.asarray(getattr(self.output, name))
         rows = len(array) // self.ranks
         return array[rank * rows : (rank + 1) * rows]
+
+    def rows(self, name: str, counts: Mapping[int, int]) -> np.ndarray:
+        """The first rows of an array of the output of some ranks, so many of each."""
+        return np.concatenate([self.of_rank(name, rank)[:count] for rank, count in counts.items()])
 
 
 @dataclasses.dataclass(eq=False)
@@ -249,8 +254,8 @@ class JaxExecutor:
         if any(rank.masks for rank in plan.ranks):
             self._set_masks([rank.masks for rank in plan.ranks])
         prefill = self._prefill([rank.prefills for rank in plan.ranks])
-        decode = self._decode([rank.decodes for rank in plan.ranks])
-        speculation = self._speculate([rank.speculation for rank in plan.ranks])
+        decode = self._decode(plan.decodes) if plan.decodes is not None else None
+        speculation = self._speculate(plan.speculation) if plan.speculation is not None else None
         first_drafts = self._draft_first([rank.first_drafts for rank in plan.ranks])
         self._queue.append(_Dispatched(plan, prefill, decode, speculation, first_drafts, at))
         if self._strict and self.compilations.count > compiled:
@@ -260,11 +265,16 @@ class JaxExecutor:
         """The oldest step's result; blocks until the device is done with it."""
         step = self._queue.popleft()
         results = tuple(self._result(step, rank) for rank in range(self._ranks))
+        decodes = speculation = None
+        if (given := step.plan.decodes) is not None:
+            decodes = _sampled(step.decode, _requests(given), self._sampling_of(given))
+        if (given := step.plan.speculation) is not None:
+            speculation = _speculated(step.speculation, _requests(given), self._sampling_of(given))
         end = time.monotonic()
         gap = max(0.0, step.at - self._free_since)
         seconds = end - max(step.at, self._free_since)
         self._free_since = end
-        return StepResult(step.plan.number, results, seconds, gap)
+        return StepResult(step.plan.number, results, seconds, gap, decodes, speculation)
 
     def synchronize(self) -> None:
         """Waits until the devices have done every step, without a look at results."""
@@ -290,24 +300,23 @@ class JaxExecutor:
         self.balance = {_MODELS[stack]: _balance_stats(b.metrics()) for stack, b in self._balancers.items()}
 
     def _result(self, step: _Dispatched, rank: int) -> RankResult:
-        plan, sampling = step.plan.ranks[rank], self._sampling[rank]
-        prefills = decodes = speculation = None
+        plan, sampling, prefills = step.plan.ranks[rank], self._sampling[rank], None
         logprobs: tuple[PromptLogprobs | None, ...] = ()
         if plan.prefills:
-            prefills = _sampled(step.prefill, rank, [sampling[p.slot] for p in plan.prefills])
+            rows = {rank: len(plan.prefills)}
+            prefills = _sampled(step.prefill, rows, [sampling[p.slot] for p in plan.prefills])
             if plan.prefills[0].prompt_logprobs >= 0:
                 logprobs = _prompt_logprobs(step.prefill, rank, plan.prefills)
             else:
                 logprobs = (None,) * len(plan.prefills)
-        if plan.decodes is not None:
-            decodes = _sampled(step.decode, rank, [sampling[slot] for slot in plan.decodes.slots.tolist()])
-        if plan.speculation is not None:
-            requests = [sampling[slot] for slot in plan.speculation.slots.tolist()]
-            speculation = _speculated(step.speculation, rank, requests)
         first_drafts = None
         if plan.first_drafts:
             first_drafts = step.first_drafts.of_rank("tokens", rank)[: len(plan.first_drafts)]
-        return RankResult(prefills, decodes, logprobs, speculation, first_drafts)
+        return RankResult(prefills, logprobs, first_drafts)
+
+    def _sampling_of(self, running: RunningRequests) -> list[RequestSampling]:
+        pairs = zip(running.ranks.tolist(), running.slots.tolist(), strict=True)
+        return [self._sampling[rank][slot] for rank, slot in pairs]
 
     def _start(self, starts: Sequence[SlotStart | None]) -> None:
         """Starts at most one request on each rank."""
@@ -388,20 +397,17 @@ class JaxExecutor:
         ]
         return programs.batch(rows, bucket)
 
-    def _decode(self, ranks: Sequence[Decodes | None]) -> _Results | None:
-        programs, given = self._programs, [rank for rank in ranks if rank is not None]
-        if not given:
-            return None
+    def _decode(self, decodes: Decodes) -> _Results:
+        programs = self._programs
         bucket = programs.buckets.for_decode(
-            max(len(decodes.slots) for decodes in given),
-            ceil_div(max(int(decodes.starts.max()) for decodes in given) + 1, programs.cache_cfg.page_size),
+            max(_requests(decodes).values()), ceil_div(int(decodes.starts.max()) + 1, programs.cache_cfg.page_size)
         )
-        output = self._run(bucket, [self._decode_batch(i, ranks[i], bucket) for i in self._local_ranks])
+        output = self._run(bucket, [self._decode_batch(i, decodes.of_rank(i), bucket) for i in self._local_ranks])
         if self._tokens_on_host:
-            for history, decodes in zip(self._history, ranks, strict=True):
-                if decodes is not None:
-                    for slot, token in zip(decodes.slots.tolist(), decodes.tokens.tolist(), strict=True):
-                        history[slot] = (token, *history[slot])[: self._lookback]
+            columns = (column.tolist() for column in (decodes.ranks, decodes.slots, decodes.tokens))
+            for rank, slot, token in zip(*columns, strict=True):
+                history = self._history[rank]
+                history[slot] = (token, *history[slot])[: self._lookback]
         return _Results(output, self._ranks)
 
     def _decode_batch(self, rank: int, decodes: Decodes | None, bucket: DecodeBucket) -> StepBatch:
@@ -411,20 +417,19 @@ class JaxExecutor:
         slots, starts, tokens = decodes.slots.tolist(), decodes.starts.tolist(), decodes.tokens.tolist()
         rows = [
             DecodeTokens((token,), start, slot, pages, sampling[slot], history[slot] if self._tokens_on_host else ())
-            for token, start, slot, pages in zip(tokens, starts, slots, decodes.page_table, strict=True)
+            for token, start, slot, pages in zip(tokens, starts, slots, decodes.page_tables[rank], strict=True)
         ]
         return programs.batch(rows, bucket)
 
-    def _speculate(self, ranks: Sequence[Speculation | None]) -> _Results | None:
-        programs, given = self._programs, [rank for rank in ranks if rank is not None]
-        if not given:
-            return None
+    def _speculate(self, speculation: Speculation) -> _Results:
+        programs = self._programs
         bucket = programs.buckets.for_verify(
-            max(len(speculation.slots) for speculation in given),
-            ceil_div(max(int(_reached(speculation).max()) for speculation in given), programs.cache_cfg.page_size),
-            max(int(speculation.max_drafts.max()) for speculation in given),
+            max(_requests(speculation).values()),
+            ceil_div(int(_reached(speculation).max()), programs.cache_cfg.page_size),
+            int(speculation.max_drafts.max()),
         )
-        output = self._run(bucket, [self._speculative_batch(i, ranks[i], bucket) for i in self._local_ranks])
+        batches = [self._speculative_batch(i, speculation.of_rank(i), bucket) for i in self._local_ranks]
+        output = self._run(bucket, batches)
         return _Results(output, self._ranks)
 
     def _speculative_batch(self, rank: int, plan: Speculation | None, bucket: DecodeBucket) -> SpeculativeBatch:
@@ -434,7 +439,7 @@ class JaxExecutor:
         rows = [
             SpeculativeRequest(slot, pages, end, most, least, self._sampling[rank][slot], token, pauses, seen)
             for slot, end, most, least, token, seen, pauses, pages in zip(
-                *(c.tolist() for c in columns), plan.pause_tokens, plan.page_table, strict=True
+                *(c.tolist() for c in columns), plan.pause_tokens, plan.page_tables[rank], strict=True
             )
         ]
         return self._programs.batch(rows, bucket)
@@ -496,23 +501,25 @@ def _balance_stats(metrics: BalanceMetrics) -> BalanceStats:
     )
 
 
-def _sampled(results: _Results, rank: int, sampling: list[RequestSampling]) -> Sampled:
-    """The first token of each of the rank's rows, with the best ones if any request asks for them."""
-    rows = slice(len(sampling)), 0
-    tokens, logprobs = results.of_rank("tokens", rank)[rows], results.of_rank("logprobs", rank)[rows]
-    if max(s.top_logprobs for s in sampling) <= 0:
-        return Sampled(tokens, logprobs)
-    return Sampled(
-        tokens, logprobs, results.of_rank("top_tokens", rank)[rows], results.of_rank("top_logprobs", rank)[rows]
-    )
+def _requests(running: RunningRequests) -> dict[int, int]:
+    """How many there are of each rank that has some."""
+    return {rank: len(table) for rank, table in running.page_tables.items()}
 
 
-def _speculated(results: _Results, rank: int, sampling: list[RequestSampling]) -> Speculated:
-    """The tokens of each of the rank's rows, with the best ones if any request asks for them."""
+def _sampled(results: _Results, rows: Mapping[int, int], sampling: list[RequestSampling]) -> Sampled:
+    """The first token of so many rows of each rank, with the best ones if any request asks for them."""
+    names = ["tokens", "logprobs"]
+    if max(s.top_logprobs for s in sampling) > 0:
+        names += ["top_tokens", "top_logprobs"]
+    return Sampled(*(results.rows(name, rows)[:, 0] for name in names))
+
+
+def _speculated(results: _Results, rows: Mapping[int, int], sampling: list[RequestSampling]) -> Speculated:
+    """The tokens of so many rows of each rank, with the best ones if any request asks for them."""
     names = ["counts", "verified", "tokens", "logprobs", "next_drafts", "confidences"]
     if max(s.top_logprobs for s in sampling) > 0:
         names += ["top_tokens", "top_logprobs"]
-    return Speculated(*(results.of_rank(name, rank)[: len(sampling)] for name in names))
+    return Speculated(*(results.rows(name, rows) for name in names))
 
 
 def _reached(speculation: Speculation) -> np.ndarray:

@@ -5,6 +5,7 @@ Kept pages are given up in the order in which they were released, the last page 
 """
 
 import hashlib
+import itertools
 import secrets
 from collections.abc import Sequence
 
@@ -78,13 +79,7 @@ class PagePool:
 
     def match(self, keys: Sequence[PageKey]) -> list[int]:
         """Pages that hold the longest known prefix. They are not held yet: `hold` before anything is allocated."""
-        pages = []
-        for key in keys:
-            page = self._page_of.get(key)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+        return list(itertools.takewhile(lambda page: page is not None, map(self._page_of.get, keys)))
 
     def count_held(self, pages: Sequence[int]) -> int:
         """How many of the pages a request holds."""
@@ -117,8 +112,8 @@ class PagePool:
     def release(self, pages: Sequence[int]) -> None:
         """One holder fewer for each page of one sequence, given in the order of its tokens."""
         self._holders[pages] -= 1
-        for page in reversed(pages):
-            if self._holders[page] == 0:
+        for page, holders in zip(reversed(pages), self._holders[pages][::-1].tolist(), strict=True):
+            if not holders:
                 if self._keys[page] is None:
                     self._free.append(page)
                 else:

@@ -1,11 +1,13 @@
 """What one step does, decided by the scheduler, and what came of it; and who carries it out.
 
-Every list is per data-parallel rank: element r belongs to rank r and speaks of that rank's slots and pages.
+Element r of `ranks` belongs to data-parallel rank r and speaks of that rank's slots and pages. What decodes stands
+together for all ranks, one rank after the other: few requests of each make many of all, and the host handles them at
+once.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -59,26 +61,42 @@ class Prefill:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Decodes:
-    """One token of each running request: `tokens[i]`, a token id or NEXT_TOKEN, at position `starts[i]`."""
+class RunningRequests:
+    """Requests that decode, on all ranks."""
 
+    ranks: Int32[np.ndarray, " requests"]
+    """Not falling."""
     slots: Int32[np.ndarray, " requests"]
-    starts: Int32[np.ndarray, " requests"]
-    tokens: Int32[np.ndarray, " requests"]
-    page_table: Int32[np.ndarray, "requests pages"]
-    """Row i holds the pages of request i; behind them any value."""
+    page_tables: Mapping[int, Int32[np.ndarray, "requests pages"]]
+    """By rank, of those that have requests here: row i holds the pages of its request i; behind them any value."""
+
+    def of_rank(self, rank: int) -> Self | None:
+        """The part of one rank; None if there is none."""
+        if rank not in self.page_tables:
+            return None
+        rows = slice(*self.ranks.searchsorted((rank, rank + 1)).tolist())
+        names = [f.name for f in dataclasses.fields(self) if f.name != "page_tables"]
+        own = {name: getattr(self, name)[rows] for name in names}
+        return type(self)(**own, page_tables={rank: self.page_tables[rank]})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Speculation:
+class Decodes(RunningRequests):
+    """One token of each running request: `tokens[i]`, a token id or NEXT_TOKEN, at position `starts[i]`."""
+
+    starts: Int32[np.ndarray, " requests"]
+    tokens: Int32[np.ndarray, " requests"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Speculation(RunningRequests):
     """The newest chosen token of each running request and up to `max_drafts` drafts after it, which the slots hold.
 
     `tokens[i]` is a token id or NEXT_TOKEN; an id may differ from the token in the slot, and no drafts follow it then.
     Each request gets the accepted drafts and one token more, and the slot new drafts. A request at its end or in a
-    pause, which the host may not know yet, gets nothing.
+    pause, which the host may not know yet, gets nothing. Page tables cover `max_drafts` drafts behind `positions`.
     """
 
-    slots: Int32[np.ndarray, " requests"]
     positions: Int32[np.ndarray, " requests"]
     """The largest position that the newest chosen token can have; only the device knows the true one."""
     ends: Int32[np.ndarray, " requests"]
@@ -93,34 +111,32 @@ class Speculation:
     pauses, and of accepted drafts it is the last one."""
     seen: Int32[np.ndarray, " requests"]
     """Position of the newest chosen token that the host has seen."""
-    page_table: Int32[np.ndarray, "requests pages"]
-    """As in `Decodes`; covers `max_drafts` drafts behind `positions`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankPlan:
-    """One rank's part of a step, run in the order of the fields."""
+    """One rank's part of a step besides what decodes."""
 
     starts: tuple[SlotStart, ...]
     masks: tuple[SlotMask, ...]
     prefills: tuple[Prefill, ...]
-    decodes: Decodes | None
-    speculation: Speculation | None = None
     first_drafts: tuple[int, ...] = ()
     """Slots whose prompt ends in this step and that then draft for the next one."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One step of all ranks."""
+    """One step of all ranks, run in this order: slots are started, masks set, prefills, what decodes, first drafts."""
 
     number: int
     ranks: tuple[RankPlan, ...]
+    decodes: Decodes | None = None
+    speculation: Speculation | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sampled:
-    """What was sampled after each prefill or decode of a rank, in the plan's order.
+    """What was sampled after each prefill of a rank or each of a step's decodes, in the plan's order.
 
     A `logprobs` entry is NaN where the model's logits were undefined: the token means nothing then. The top entries are
     filled as far as the request's `top_logprobs` asks; they are None if no request of the list asks for any.
@@ -134,7 +150,7 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Speculated:
-    """What came of a rank's `Speculation`, in its order; as in `Sampled`, but places past `counts` hold any value."""
+    """What came of a `Speculation`, in its order; as in `Sampled`, but places past `counts` hold any value."""
 
     counts: Int32[np.ndarray, " requests"]
     """Tokens of each request: the accepted drafts and one more; 0 for one that was at its end or in a pause."""
@@ -156,10 +172,8 @@ class RankResult:
     """What came of a rank's part of a step; None where there was nothing to run."""
 
     prefills: Sampled | None
-    decodes: Sampled | None
     prompt_logprobs: tuple[PromptLogprobs | None, ...] = ()
     """Per prefill: of its own tokens, if asked for."""
-    speculation: Speculated | None = None
     first_drafts: Int32[np.ndarray, "requests block"] | None = None
     """Those of the plan's `first_drafts`, in their order."""
 
@@ -173,6 +187,8 @@ class StepResult:
     seconds: float
     gap_seconds: float = 0.0
     """How long the device had had nothing to do when the step reached it."""
+    decodes: Sampled | None = None
+    speculation: Speculated | None = None
 
 
 class Executor(Protocol):

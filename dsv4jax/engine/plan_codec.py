@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from dsv4jax.engine.plan import Decodes, Prefill, RankPlan, SlotMask, SlotStart, Speculation, StepPlan
+from dsv4jax.engine.plan import Decodes, Prefill, RankPlan, RunningRequests, SlotMask, SlotStart, Speculation, StepPlan
 from dsv4jax.sampling_settings import RequestSampling
 
 Prompts = dict[tuple[int, int], np.ndarray]
@@ -59,10 +59,14 @@ def plan_to_json(plan: StepPlan, array: Callable[[np.ndarray], Any] | None = Non
             starts.append(fields(start) | plain)
         masks = [[m.slot, None if m.mask is None else array(m.mask)] for m in rank.masks]
         prefills = [fields(chunk, without="tokens") for chunk in rank.prefills]
-        running = {name: (part := getattr(rank, name)) and fields(part) for name in _RUNNING}
-        written = {"starts": starts, "masks": masks, "prefills": prefills, "first_drafts": list(rank.first_drafts)}
-        ranks.append(written | running)
-    return {"number": plan.number, "ranks": ranks}
+        first_drafts = list(rank.first_drafts)
+        ranks.append({"starts": starts, "masks": masks, "prefills": prefills, "first_drafts": first_drafts})
+
+    def running(part: RunningRequests) -> dict[str, Any]:
+        return fields(part) | {"page_tables": [[rank, array(table)] for rank, table in part.page_tables.items()]}
+
+    decoding = {name: (part := getattr(plan, name)) and running(part) for name in _RUNNING}
+    return {"number": plan.number, "ranks": ranks} | decoding
 
 
 def plan_from_json(value: Any, prompts: Prompts, array: Callable[[Any], np.ndarray] | None = None) -> StepPlan:
@@ -89,12 +93,15 @@ def plan_from_json(value: Any, prompts: Prompts, array: Callable[[Any], np.ndarr
         prefills = tuple(
             Prefill(**p | {"tokens": prompts[number, p["slot"]], "pages": array(p["pages"])}) for p in rank["prefills"]
         )
-        running = {
-            name: rank[name] and kind(**{field: array(item) for field, item in rank[name].items()})
-            for name, kind in _RUNNING.items()
-        }
-        ranks.append(RankPlan(starts, masks, prefills, first_drafts=tuple(rank["first_drafts"]), **running))
-    return StepPlan(value["number"], tuple(ranks))
+        ranks.append(RankPlan(starts, masks, prefills, tuple(rank["first_drafts"])))
+
+    def running(kind: type[RunningRequests], part: dict[str, Any]) -> RunningRequests:
+        tables = {rank: array(table) for rank, table in part["page_tables"]}
+        columns = {name: array(column) for name, column in part.items() if name != "page_tables"}
+        return kind(**columns, page_tables=tables)
+
+    decoding = {name: value[name] and running(kind, value[name]) for name, kind in _RUNNING.items()}
+    return StepPlan(value["number"], tuple(ranks), **decoding)
 
 
 class PlanEncoder:
@@ -193,14 +200,14 @@ def _with_page_tables(
     plan: StepPlan, tables: dict[int, _PageTables], change: Callable[[_PageTables, np.ndarray, np.ndarray], np.ndarray]
 ) -> StepPlan:
     """The plan with each rank's page table replaced by `change` of it."""
-    ranks = list(plan.ranks)
-    for number, rank in enumerate(ranks):
-        for name in _RUNNING:
-            if (part := getattr(rank, name)) is not None:
-                table = change(tables.setdefault(number, _PageTables()), part.slots, part.page_table)
-                part = dataclasses.replace(part, page_table=table)
-                ranks[number] = dataclasses.replace(ranks[number], **{name: part})
-    return dataclasses.replace(plan, ranks=tuple(ranks))
+    for name in _RUNNING:
+        if (part := getattr(plan, name)) is not None:
+            changed = {
+                rank: change(tables.setdefault(rank, _PageTables()), part.of_rank(rank).slots, table)
+                for rank, table in part.page_tables.items()
+            }
+            plan = dataclasses.replace(plan, **{name: dataclasses.replace(part, page_tables=changed)})
+    return plan
 
 
 def _array_to_json(values: np.ndarray) -> Any:

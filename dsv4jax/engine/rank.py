@@ -10,7 +10,7 @@ import numpy as np
 from dsv4jax.engine.chunking import Chunks
 from dsv4jax.engine.in_flight import PrefillInFlight
 from dsv4jax.engine.page_pool import PagePool, PrefixHasher
-from dsv4jax.engine.plan import Decodes, Prefill, RankPlan, SlotMask, SlotStart, Speculation
+from dsv4jax.engine.plan import Prefill, RankPlan, SlotMask, SlotStart
 from dsv4jax.engine.scheduler_config import SchedulerConfig
 from dsv4jax.engine.sequence import Sequence
 from dsv4jax.engine.slots import Slots
@@ -19,7 +19,7 @@ from dsv4jax.engine.token_mask import Mask, mask_failure, one_mask
 _REQUEST_LOAD = 256  # what a running request weighs, in tokens of prefill
 _CONTEXT_LOAD = 1 / 64  # and each token in its pages
 
-_IDLE = RankPlan((), (), (), None)
+_IDLE = RankPlan((), (), ())
 
 Failures = list[tuple[Sequence, str]]
 
@@ -72,11 +72,12 @@ class Rank:
 
         It fits if a slot is free and the pages for all of its prefill, with one for each running request to grow.
         """
-        if not self.free_slots or self.num_running >= self.pool.available:
+        left = self.pool.available - self.num_running
+        if not self.free_slots or left <= 0:
             return None
         matched = self.pool.match(sequence.page_keys) if sequence.request.prompt_logprobs < 0 else []
-        needed = self._pages_for(self._prefill_end(sequence) + 1) - self.pool.count_held(matched)
-        return matched if needed + self.num_running <= self.pool.available else None
+        needed = self._pages_for(self._prefill_end(sequence) + 1)
+        return matched if needed <= left or needed - self.pool.count_held(matched) <= left else None
 
     def admit(self, sequence: Sequence, matched: list[int], now: float) -> None:
         """Gives a slot and pages to a choice that fits, behind the pages that `match` found."""
@@ -145,15 +146,13 @@ class Rank:
             )
         return tuple(prefills)
 
-    def take_plan(
-        self, prefills: tuple[Prefill, ...], decodes: Decodes | None, speculation: Speculation | None, plain: bool
-    ) -> tuple[RankPlan, list[PrefillInFlight]]:
+    def take_plan(self, prefills: tuple[Prefill, ...], plain: bool) -> tuple[RankPlan, list[PrefillInFlight]]:
         """The rank's plan, with the state of its prefills moved to after the step.
 
         Args:
           plain: drafts do not pay now, so that only choices that insist on them get first ones.
         """
-        if not (prefills or decodes or speculation or self._new or self._masks):
+        if not (prefills or self._new or self._masks):
             return _IDLE, []
         starts = tuple(
             SlotStart(s.slot, s.tokens, s.prefill_end - len(s.request.prompt), s.sampling, s.request.logit_bias)
@@ -175,7 +174,7 @@ class Rank:
                 if drafts := self._drafts_first(sequence, plain):
                     first_drafts.append(slot)
             in_flight.append(PrefillInFlight(sequence, int(slots.epochs[slot]), chunk.end, counts, drafts))
-        return RankPlan(starts, masks, prefills, decodes, speculation, tuple(first_drafts)), in_flight
+        return RankPlan(starts, masks, prefills, tuple(first_drafts)), in_flight
 
     def _drafts_first(self, sequence: Sequence, plain: bool) -> bool:
         """Whether a choice whose prompt has just been dispatched to its end can verify drafts in its next step."""

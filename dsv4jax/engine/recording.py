@@ -19,7 +19,7 @@ from dsv4jax.engine.plan_codec import Prompts, plan_from_json, plan_to_json, tak
 from dsv4jax.engine.request import PromptLogprobs
 
 _INTEGERS = ("counts", "verified", "tokens", "top_tokens", "next_drafts")
-_HEADER = {"recording": "dsv4jax.engine", "version": 4}
+_HEADER = {"recording": "dsv4jax.engine", "version": 5}
 
 
 class ReplayDifference(Exception):
@@ -206,11 +206,11 @@ def _result_from_json(result: Any) -> StepResult:
     ranks = []
     for rank in result["ranks"]:
         logprobs = tuple(p and _prompt_logprobs(p) for p in rank["prompt_logprobs"])
-        speculation = rank["speculation"] and Speculated(**_arrays(rank["speculation"]))
         first_drafts = rank["first_drafts"] and _ints(rank["first_drafts"])
-        parts = _sampled(rank["prefills"]), _sampled(rank["decodes"])
-        ranks.append(RankResult(*parts, logprobs, speculation, first_drafts))
-    return StepResult(**result | {"ranks": tuple(ranks)})
+        ranks.append(RankResult(_sampled(rank["prefills"]), logprobs, first_drafts))
+    speculation = result["speculation"] and Speculated(**_arrays(result["speculation"]))
+    decoded = {"decodes": _sampled(result["decodes"]), "speculation": speculation}
+    return StepResult(**result | {"ranks": tuple(ranks)} | decoded)
 
 
 def _sampled(value: Any) -> Sampled | None:

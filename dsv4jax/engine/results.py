@@ -10,7 +10,7 @@ from dsv4jax.engine.draft_room import DraftRoom
 from dsv4jax.engine.draft_totals import DraftCounter
 from dsv4jax.engine.in_flight import InFlight, PrefillInFlight, Running, Update
 from dsv4jax.engine.page_pool import PrefixHasher
-from dsv4jax.engine.plan import RankResult, Sampled, Speculated
+from dsv4jax.engine.plan import RankResult, Sampled, Speculated, StepResult
 from dsv4jax.engine.rank import Rank
 from dsv4jax.engine.request import FinishReason
 from dsv4jax.engine.scheduler_config import SchedulerConfig
@@ -33,26 +33,23 @@ class _Got:
     tokens: Int32[np.ndarray, "rows tokens"]
     logprobs: Float32[np.ndarray, "rows tokens"]
     places: Int64[np.ndarray, " rows"]
-    """Where the result of each is, counted over `parts`."""
-    parts: list[Sampled | Speculated]
+    """Where the result of each is in `part`."""
+    part: Sampled | Speculated
 
     def where(self, chosen: Bool[np.ndarray, " rows"]) -> "_Got":
         """That of the chosen ones."""
         if chosen.all():
             return self
         columns = (self.rows, self.sequences, self.counts, self.verified, self.tokens, self.logprobs, self.places)
-        return _Got(*(column[chosen] for column in columns), self.parts)
+        return _Got(*(column[chosen] for column in columns), self.part)
 
     def best(self, row: int, count: int, most: int) -> list[tuple[tuple[int, float], ...]]:
         """The `most` best tokens in place of each of the first `count` tokens of a row, with log-probabilities."""
         if not most:
             return [()] * count
-        parts, place = iter(self.parts), int(self.places[row])
-        while place >= len((part := next(parts)).tokens):
-            place -= len(part.tokens)
-        shape = self.tokens.shape[1], -1
-        ids = part.top_tokens[place].reshape(shape)[:count, :most].tolist()
-        values = part.top_logprobs[place].reshape(shape)[:count, :most].tolist()
+        place, shape = int(self.places[row]), (self.tokens.shape[1], -1)
+        ids = self.part.top_tokens[place].reshape(shape)[:count, :most].tolist()
+        values = self.part.top_logprobs[place].reshape(shape)[:count, :most].tolist()
         return [tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
 
 
@@ -71,14 +68,14 @@ class Results:
         self._cfg, self._slots, self._ranks, self._hasher = cfg, slots, ranks, hasher
         self._counter, self._room = counter, room
 
-    def take(self, flight: InFlight, results: tuple[RankResult, ...], now: float) -> Update:
-        """Takes the results of a step, per rank."""
+    def take(self, flight: InFlight, result: StepResult, now: float) -> Update:
+        """Takes the result of a step."""
         update = Update()
-        for rank, chunks, result in zip(self._ranks, flight.prefills, results, strict=True):
+        for rank, chunks, own in zip(self._ranks, flight.prefills, result.ranks, strict=True):
             if chunks:
-                self._take_prefills(rank, chunks, result, now, update)
+                self._take_prefills(rank, chunks, own, now, update)
         if flight.running is not None:
-            self._take_running(flight.running, results, now, update)
+            self._take_running(flight.running, result.decodes or result.speculation, now, update)
         return update
 
     def _take_prefills(
@@ -108,21 +105,19 @@ class Results:
                 one, zero = np.ones(1, np.int32), np.zeros(1, np.int32)
                 slots.unread[rows] -= 1
                 slots.ahead[rows] -= 1
-                got = _Got(rows, slots.sequences[rows], one, zero, tokens, logprobs, places, [sampled])
+                got = _Got(rows, slots.sequences[rows], one, zero, tokens, logprobs, places, sampled)
                 self._take(got, now, update, first)
 
-    def _take_running(self, running: Running, results: tuple[RankResult, ...], now: float, update: Update) -> None:
+    def _take_running(self, running: Running, part: Sampled | Speculated, now: float, update: Update) -> None:
         """Takes what decoding choices got that are still there."""
-        slots, size = self._slots, self._cfg.page_size
-        parts = [part for result in results if (part := result.decodes or result.speculation) is not None]
-        tokens, logprobs = _joined(parts, "tokens"), _joined(parts, "logprobs")
-        drafted, places = isinstance(parts[0], Speculated), np.arange(len(tokens))
+        slots, size, tokens, logprobs = self._slots, self._cfg.page_size, part.tokens, part.logprobs
+        drafted, places = isinstance(part, Speculated), np.arange(len(tokens))
         if drafted:
-            counts, verified = _joined(parts, "counts"), _joined(parts, "verified")
+            counts, verified = part.counts, part.verified
         else:
             counts, verified = np.ones(len(tokens), np.int32), np.zeros(len(tokens), np.int32)
             tokens, logprobs = tokens[:, None], logprobs[:, None]
-        got = _Got(running.rows, running.sequences, counts, verified, tokens, logprobs, places, parts)
+        got = _Got(running.rows, running.sequences, counts, verified, tokens, logprobs, places, part)
         got = got.where((slots.epochs[running.rows] == running.epochs) & running.counts)
         slots.unread[got.rows] -= 1
         slots.ahead[got.rows] -= 1 + running.drafts[got.places]
@@ -130,12 +125,11 @@ class Results:
             got = got.where(got.counts > 0)  # the others were at their end or in a pause
             self._counter.count(got.verified, got.counts - 1)
             if self._room is not None and got.rows.size:
-                confidences = _joined(parts, "confidences")[got.places]
-                self._room.observe(got.rows, slots.epochs[got.rows], confidences)
+                self._room.observe(got.rows, slots.epochs[got.rows], part.confidences[got.places])
         masked = slots.masked[got.rows]
         if masked.any():
             places = got.places[masked]
-            drafts = _joined(parts, "next_drafts")[places] if drafted else np.zeros((len(places), 0), np.int32)
+            drafts = part.next_drafts[places] if drafted else np.zeros((len(places), 0), np.int32)
             slots.keep_drafts(got.rows[masked], drafts)
         lengths = slots.lengths[got.rows]
         self._take(got, now, update)
@@ -214,11 +208,6 @@ class Results:
         if end is not None:
             update.finished.append((sequence, *end))
         return end is not None
-
-
-def _joined(parts: list[Sampled | Speculated], name: str) -> Shaped[np.ndarray, "rows ..."]:
-    """A field of the results of all ranks."""
-    return getattr(parts[0], name) if len(parts) == 1 else np.concatenate([getattr(part, name) for part in parts])
 
 
 def _append(got: _Got) -> None:

@@ -27,7 +27,7 @@ from dsv4jax.engine.draft_room import DraftRoom
 from dsv4jax.engine.draft_totals import DraftCounter
 from dsv4jax.engine.in_flight import InFlight, Update
 from dsv4jax.engine.page_pool import PrefixHasher
-from dsv4jax.engine.plan import Prefill, StepPlan, StepResult
+from dsv4jax.engine.plan import Decodes, Prefill, Speculation, StepPlan, StepResult
 from dsv4jax.engine.rank import Failures, Rank
 from dsv4jax.engine.request import (
     FinishReason,
@@ -195,19 +195,19 @@ class Scheduler:
         prefill &= not both or self._steps % self.cfg.prefill_every == 0
         decode &= not both or self._steps % self.cfg.decode_every == 0
         failed: Failures = []
-        decodes, running = [(None, None)] * len(self.ranks), None
-        if decode:
-            decodes, running = self._decoding.plan(runnable, failed, self._preempt)
+        planned = self._decoding.plan(runnable, failed, self._preempt) if decode else None
         prefills = self._plan_prefills(failed) if prefill else [()] * len(self.ranks)
         for sequence, error in failed:
             self.finish(sequence, "error", error)
         ended = [sequence for sequence, _ in failed]
-        if running is None and not any(prefills):
+        if planned is None and not any(prefills):
             return None, ended
+        told, running = planned or (None, None)
         plain = self._room is not None and self._room.plain
-        parts = [rank.take_plan(p, *d, plain) for rank, p, d in zip(self.ranks, prefills, decodes, strict=True)]
+        parts = [rank.take_plan(chunks, plain) for rank, chunks in zip(self.ranks, prefills, strict=True)]
         plans, in_flight = zip(*parts, strict=True)
-        step = StepPlan(self._steps, plans)
+        decodes, speculation = (told if isinstance(told, kind) else None for kind in (Decodes, Speculation))
+        step = StepPlan(self._steps, plans, decodes, speculation)
         self._in_flight.append(InFlight(self._steps, in_flight, running))
         self._steps += 1
         return step, ended
@@ -217,7 +217,7 @@ class Scheduler:
         flight = self._in_flight.popleft()
         if flight.number != result.number:
             raise ValueError(f"result of step {result.number}, but the oldest step in flight is {flight.number}")
-        update = self._results.take(flight, result.ranks, now)
+        update = self._results.take(flight, result, now)
         for sequence, reason, error in update.finished:
             self.finish(sequence, reason, error)
         for sequence in update.first_tokens:

@@ -8,19 +8,16 @@ import collections
 import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
-from typing import TypeVar
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Float64, Int32
 
 from dsv4jax.engine.plan import (
-    Decodes,
     RankPlan,
     RankResult,
     Sampled,
     SlotStart,
     Speculated,
-    Speculation,
     StepPlan,
     StepResult,
 )
@@ -33,11 +30,7 @@ _PerRequest = Int32[np.ndarray, " requests"]
 TokenModel = Callable[[_PerRequest, _PerRequest, _PerRequest], _PerRequest]
 """Token ids sampled after positions: (ranks, slots, positions) to ids. Called for the prefills of each rank, then the
 decodes of all, then for each token of a step with drafts."""
-_Part = TypeVar("_Part", Decodes, Speculation)
-_Result = TypeVar("_Result", Sampled, Speculated)
-_SIMULATED = {Decodes: ("slots", "starts"), Speculation: ("slots", "ends", "max_drafts")}
-"""What of a plan is looked at."""
-_NOTHING = RankResult(None, None)
+_NOTHING = RankResult(None)
 AcceptanceModel = Callable[[_PerRequest, _PerRequest], _PerRequest]
 """How many drafts are accepted: (positions, verified drafts) to at most as many."""
 ConfidenceModel = Callable[[_PerRequest], Float32[np.ndarray, "requests block"]]
@@ -65,20 +58,22 @@ class LinearCost:
     draft: float = 5e-4
 
     def __call__(self, plan: StepPlan) -> float:
-        return self.step + max(self._rank(rank) for rank in plan.ranks)
+        ranks = range(len(plan.ranks))
+        seconds = np.array([self._prefills(rank) for rank in plan.ranks], np.float64)
+        if (decodes := plan.decodes) is not None:
+            context, requests = _by_rank(decodes.ranks, ranks, decodes.starts), _by_rank(decodes.ranks, ranks)
+            seconds += requests * self.decode_token + context * self.decode_context
+        if (speculation := plan.speculation) is not None:
+            context = _by_rank(speculation.ranks, ranks, speculation.positions)
+            tokens = _by_rank(speculation.ranks, ranks, 1 + speculation.max_drafts)
+            seconds += tokens * self.decode_token + context * self.decode_context + self.draft * (tokens > 0)
+        seconds += [self.draft if rank.first_drafts else 0.0 for rank in plan.ranks]
+        return self.step + float(seconds.max())
 
-    def _rank(self, plan: RankPlan) -> float:
-        seconds = sum(
+    def _prefills(self, plan: RankPlan) -> float:
+        return sum(
             (c.end - c.start) * (self.prefill_token + self.prefill_pair * (c.start + c.end) / 2) for c in plan.prefills
         )
-        if plan.decodes is not None:
-            context = float(plan.decodes.starts.sum(dtype=np.int64))
-            seconds += len(plan.decodes.slots) * self.decode_token + context * self.decode_context
-        if plan.speculation is not None:
-            context = float(plan.speculation.positions.sum(dtype=np.int64))
-            tokens = len(plan.speculation.slots) + int(plan.speculation.max_drafts.sum())
-            seconds += tokens * self.decode_token + context * self.decode_context + self.draft
-        return seconds + (self.draft if plan.first_drafts else 0.0)
 
 
 def constant_tokens(token: int) -> TokenModel:
@@ -139,7 +134,7 @@ class SimulatedExecutor:
         gap = begin - self._device_free
         seconds = self._cost(plan)
         self._device_free = begin + seconds
-        self._queue.append((self._device_free, StepResult(plan.number, self._results(plan), seconds, gap)))
+        self._queue.append((self._device_free, self._result(plan, seconds, gap)))
 
     def wait(self) -> StepResult:
         """The oldest step's result, at the time it is there."""
@@ -156,47 +151,28 @@ class SimulatedExecutor:
         self._queue.clear()
         self._device_free = self._now
 
-    def _results(self, plan: StepPlan) -> tuple[RankResult, ...]:
+    def _result(self, plan: StepPlan, seconds: float, gap: float) -> StepResult:
         for rank, part in enumerate(plan.ranks):
             if part.starts:
                 self._start(rank, part.starts)
-        prefills = [self._prefill(rank, part) if part.prefills else None for rank, part in enumerate(plan.ranks)]
-        decodes = self._of_all_ranks([part.decodes for part in plan.ranks], self._decode)
-        speculations = self._of_all_ranks([part.speculation for part in plan.ranks], self._speculate)
-        results = [_NOTHING] * len(plan.ranks)
+        ranks = tuple(self._rank(rank, part) if part.prefills else _NOTHING for rank, part in enumerate(plan.ranks))
+        decodes = speculation = None
+        if (given := plan.decodes) is not None:
+            decodes = self._decode(given.ranks, given.slots, given.starts)
+        if (given := plan.speculation) is not None:
+            speculation = self._speculate(given.ranks, given.slots, given.ends, given.max_drafts)
         for rank, part in enumerate(plan.ranks):
-            if not (part.prefills or part.decodes or part.speculation):
-                continue
             if part.first_drafts:
                 self._newest[1, rank, list(part.first_drafts)] = self._block
-            logprobs = tuple(
-                _no_logprobs(min(p.end, len(p.tokens) - 1) - p.start, p.prompt_logprobs)
-                if p.prompt_logprobs >= 0
-                else None
-                for p in part.prefills
-            )
-            first_drafts = self._drafts(len(part.first_drafts)) if part.first_drafts else None
-            results[rank] = RankResult(prefills[rank], decodes[rank], logprobs, speculations[rank], first_drafts)
-        return tuple(results)
+        return StepResult(plan.number, ranks, seconds, gap, decodes, speculation)
 
-    def _of_all_ranks(self, plans: ListOf[_Part | None], run: Callable[..., _Result]) -> list[_Result | None]:
-        """What `run` makes of the parts of a step that all ranks have at once, and each of them its own of it.
-
-        One call for all, because a step of many ranks has few requests of each.
-        """
-        busy = [rank for rank, plan in enumerate(plans) if plan is not None]
-        results: list[_Result | None] = [None] * len(plans)
-        if not busy:
-            return results
-        counts = [len(plans[rank].slots) for rank in busy]
-        names = _SIMULATED[type(plans[busy[0]])]
-        columns = [np.concatenate([getattr(plans[rank], name) for rank in busy]) for name in names]
-        whole, end = run(np.repeat(busy, counts), *columns), 0
-        fields = list(vars(whole).values())
-        for rank, count in zip(busy, counts, strict=True):
-            first, end = end, end + count
-            results[rank] = type(whole)(*(None if field is None else field[first:end] for field in fields))
-        return results
+    def _rank(self, rank: int, plan: RankPlan) -> RankResult:
+        logprobs = tuple(
+            _no_logprobs(min(p.end, len(p.tokens) - 1) - p.start, p.prompt_logprobs) if p.prompt_logprobs >= 0 else None
+            for p in plan.prefills
+        )
+        first_drafts = self._drafts(len(plan.first_drafts)) if plan.first_drafts else None
+        return RankResult(self._prefill(rank, plan), logprobs, first_drafts)
 
     def _prefill(self, rank: int, plan: RankPlan) -> Sampled:
         slots = np.array([p.slot for p in plan.prefills], np.int32)
@@ -242,3 +218,8 @@ class SimulatedExecutor:
 def _no_logprobs(rows: int, top: int) -> PromptLogprobs:
     zeros = np.zeros((rows, top), np.float32)
     return PromptLogprobs(np.zeros(rows, np.float32), zeros.astype(np.int32), zeros)
+
+
+def _by_rank(of: _PerRequest, ranks: range, values: _PerRequest | None = None) -> Float64[np.ndarray, " ranks"]:
+    """Sums over the requests of each rank, or how many there are."""
+    return np.bincount(of, values, len(ranks)).astype(np.float64)

@@ -16,7 +16,7 @@ from scipy import special
 from dsv4jax.bench.engines.system import Sizes, System, decode_together, model_system, simulated_system
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.draft_room import DecodeTimes, DraftRoom
-from dsv4jax.engine.plan import RankPlan, StepPlan
+from dsv4jax.engine.plan import StepPlan
 from dsv4jax.engine.request import GenerationRequest
 from dsv4jax.engine.scheduler import Scheduler
 from dsv4jax.numerics import Numerics
@@ -211,17 +211,14 @@ def _rate(system: System, times: Sequence[DecodeTimes], drafts: int | None, step
 
 
 def _simulated_cost(times: MeasuredTimes, requests: int, rooms: Sequence[int], plan: StepPlan) -> float:
-    def rank_seconds(rank: RankPlan) -> float:
-        # Prompts take no time: they are over before steps count.
-        seconds = 0.0
-        if rank.decodes is not None:
-            seconds += times.seconds(requests, 0)
-        if rank.speculation is not None:
-            drafts = int(rank.speculation.max_drafts.max())
-            seconds += times.seconds(requests, next(room for room in rooms if room >= drafts))
-        return seconds
-
-    return max(map(rank_seconds, plan.ranks))
+    # Prompts take no time: they are over before steps count.
+    seconds = 0.0
+    if plan.decodes is not None:
+        seconds += times.seconds(requests, 0)
+    if plan.speculation is not None:
+        drafts = int(plan.speculation.max_drafts.max())
+        seconds += times.seconds(requests, next(room for room in rooms if room >= drafts))
+    return seconds
 
 
 def _with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import numpy as np
 import scipy.optimize
 from jaxtyping import Float64
 
-from dsv4jax.engine.plan import Executor, RankPlan, StepPlan, StepResult
+from dsv4jax.engine.plan import Executor, StepPlan, StepResult
 
 WORK = ("prefill", "prefill_token", "prefill_pair", "decode_token", "decode_context")
 """Units of a rank's work: whether it has prompts (their program takes a time of its own, however full it is), tokens of
@@ -75,7 +75,7 @@ class WorkExecutor:
         return self._executor.now()
 
     def dispatch(self, plan: StepPlan) -> None:
-        self._work.append([work_of(rank) for rank in plan.ranks])
+        self._work.append([work_of(plan, rank) for rank in range(len(plan.ranks))])
         self._executor.dispatch(plan)
 
     def wait(self) -> StepResult:
@@ -89,14 +89,15 @@ class WorkExecutor:
         self._executor.reset()
 
 
-def work_of(plan: RankPlan) -> tuple[float, ...]:
+def work_of(plan: StepPlan, rank: int) -> tuple[float, ...]:
     """What a rank does in a step, in the order of `WORK`. Of drafts as many count as may be verified."""
-    prefill = sum(chunk.end - chunk.start for chunk in plan.prefills)
-    pairs = sum((chunk.end - chunk.start) * (chunk.start + chunk.end) / 2 for chunk in plan.prefills)
+    chunks = plan.ranks[rank].prefills
+    prefill = sum(chunk.end - chunk.start for chunk in chunks)
+    pairs = sum((chunk.end - chunk.start) * (chunk.start + chunk.end) / 2 for chunk in chunks)
     tokens = context = 0.0
-    if plan.decodes is not None:
-        tokens, context = len(plan.decodes.slots), float(plan.decodes.starts.sum(dtype=np.int64))
-    if plan.speculation is not None:
-        tokens += len(plan.speculation.slots) + int(plan.speculation.max_drafts.sum())
-        context += float(plan.speculation.positions.sum(dtype=np.int64))
+    if plan.decodes is not None and (decodes := plan.decodes.of_rank(rank)) is not None:
+        tokens, context = len(decodes.slots), float(decodes.starts.sum(dtype=np.int64))
+    if plan.speculation is not None and (speculation := plan.speculation.of_rank(rank)) is not None:
+        tokens += len(speculation.slots) + int(speculation.max_drafts.sum())
+        context += float(speculation.positions.sum(dtype=np.int64))
     return float(prefill > 0), float(prefill), pairs, float(tokens), context

@@ -176,25 +176,21 @@ class HardwareCost:
         """What a plan runs. Every draft that may be verified counts as verified."""
         if len(plan.ranks) != self.ranks:
             raise ValueError(f"plan of {len(plan.ranks)} ranks: this model is of {self.ranks}")
-        drafting, prefilling = np.zeros(self.ranks), []
-        owners, tokens, context = [], [], []  # of decoding requests, per rank
+        drafting, parts = np.zeros(self.ranks), []
+        if (decodes := plan.decodes) is not None:
+            ran = np.ones(len(decodes.ranks))
+            parts.append((decodes.ranks, ran, ran, decodes.starts + 1.0, ran))
+        if (speculation := plan.speculation) is not None:
+            drafting += np.bincount(speculation.ranks, minlength=self.ranks)
+            ran = speculation.max_drafts + 1.0
+            parts.append((speculation.ranks, ran, ran, speculation.positions + 1.0, ran))
         for number, rank in enumerate(plan.ranks):
             if rank.prefills:
-                drafting[number] = len(rank.first_drafts)
-                prefilling.append((np.full(len(rank.prefills), number), *self._prefills(rank)))
-            if (decodes := rank.decodes) is not None:
-                owners += [number] * len(decodes.slots)
-                tokens.append(np.ones(len(decodes.slots)))
-                context.append(decodes.starts)
-            if (speculation := rank.speculation) is not None:
-                owners += [number] * len(speculation.slots)
-                drafting[number] += len(speculation.slots)
-                tokens.append(speculation.max_drafts + 1.0)
-                context.append(speculation.positions)
-        ran, at = (np.concatenate([np.zeros(0), *column]) for column in (tokens, context))
-        columns = [np.array(owners, np.int64), ran, ran, at + 1, ran]
-        if prefilling:
-            columns = [np.concatenate(parts) for parts in zip(columns, *prefilling, strict=True)]
+                drafting[number] += len(rank.first_drafts)
+                parts.append((np.full(len(rank.prefills), number), *self._prefills(rank)))
+        if not parts:
+            parts.append((np.zeros(0, np.int64), *np.zeros((4, 0))))
+        columns = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
         return StepWork(*columns, drafting)
 
     def _prefills(self, rank: RankPlan) -> tuple[np.ndarray, ...]:

@@ -232,7 +232,9 @@ def request_loads(
         loads[name.format("selected")] = selected = rows * np.minimum(entries, cfg.index_topk)
         loads[name.format("entries")] = np.minimum(selected, running * context / ratio)
     none = np.zeros(len(tokens))
-    return np.array([none if load in ONCE else loads[load] for load in linear_costs(cfg).loads])
+    names = linear_costs(cfg).loads
+    rows = [none if load in ONCE else loads[load] for load in names]
+    return np.concatenate(rows).reshape(len(names), len(tokens))
 
 
 @functools.lru_cache
