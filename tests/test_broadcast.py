@@ -136,7 +136,7 @@ def test_steps_with_drafts_run_and_verify_in_all_processes_by_the_times_that_pro
         return rooms, [part and [part.verified.tolist(), part.tokens.tolist()] for part in found]
 
     rooms, verified = ran(inners[0])
-    assert {0, 1, 4} <= {*rooms}
+    assert {1, 4} <= {*rooms}
     assert ran(inners[1]) == ran(inners[2]) == (rooms, verified)
 
 
