@@ -5,7 +5,6 @@ Kept pages are given up in the order in which they were released, the last page 
 """
 
 import hashlib
-import itertools
 import secrets
 from collections.abc import Sequence
 
@@ -79,7 +78,8 @@ class PagePool:
 
     def match(self, keys: Sequence[PageKey]) -> list[int]:
         """Pages that hold the longest known prefix. They are not held yet: `hold` before anything is allocated."""
-        return list(itertools.takewhile(lambda page: page is not None, map(self._page_of.get, keys)))
+        # `iter` with a second argument goes on until it comes: to the first key that is not known.
+        return list(iter(map(self._page_of.get, keys).__next__, None))
 
     def count_held(self, pages: Sequence[int]) -> int:
         """How many of the pages a request holds."""
