@@ -288,7 +288,8 @@ def routing_verdicts(steps: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     use_compilation_cache(_CACHE.value)
-    devices, most = _DEVICES.value or len(jax.devices()), len(jax.devices())
+    most = len(jax.devices())
+    devices = most if _DEVICES.value is None else _DEVICES.value
     if not 2 <= devices <= most:
         raise ValueError(f"--devices={devices}: must be from 2 to {most}, the devices there are")
     layout = dataclasses.replace(decode_dep(devices), exchange=_EXCHANGES.value[0])

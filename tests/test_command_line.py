@@ -68,6 +68,11 @@ def test_arguments_and_flags_that_there_are_not_are_refused():
     assert last_line("convert", ["--output=out"]) == f"error: {needed}"
 
 
+def test_no_devices_are_not_all_there_are():
+    line = last_line("bench_parallel", ["--devices=0", "--model=nowhere"])
+    assert line.startswith("error: --devices=0: must be from 2 to ")
+
+
 def test_a_process_ends_with_the_line_and_a_traceback_only_if_asked_for():
     command = [sys.executable, SCRIPTS / "report.py", "--report=out"]
     line = "error: result files: at least one must be given\n"

@@ -1,8 +1,8 @@
 """Seconds of a step from what it runs and what the hardware can do.
 
-One definition of bytes and operations, `bench.costs`; every stage takes its `StageFactors` times what these need at the
-machine's rates. The same numbers serve in closed form (`HardwareCost.decode` and `prefill`) and for any step plan of
-the scheduler, as the cost model of a `SimulatedExecutor`.
+One definition of bytes and operations, `bench.steps.costs`; every stage takes its `StageFactors` times what these need
+at the machine's rates. The same numbers serve in closed form (`HardwareCost.decode` and `prefill`) and for any step
+plan of the scheduler, as the cost model of a `SimulatedExecutor`.
 
 What is assumed. Ranks run a layer together, so the slowest rank's attention and dense products count, and routed
 experts take the tokens of all ranks, spread evenly but for `1 / balance`. The stages of a rank run one after the other,
