@@ -1,5 +1,6 @@
 """What commands have in common: how they end if used wrongly, flags that many of them have, numbers in flags."""
 
+import collections
 import contextlib
 import functools
 import importlib.resources
@@ -30,7 +31,8 @@ def call(main: Callable[..., None], arguments: str, argv: Sequence[str]) -> None
     """As `run`, with flags that are parsed already.
 
     Raises:
-      SystemExit: of a command that is used wrongly, with the line. With --verbosity=1 a traceback stands above it.
+      SystemExit: of a command that is used wrongly, with the line. A traceback stands above it with --verbosity=1, and
+        where a library has raised the ValueError: no check has, so that it may be a fault.
     """
     verbose = logging.get_verbosity() >= logging.DEBUG  # some commands set another one
     try:
@@ -38,9 +40,17 @@ def call(main: Callable[..., None], arguments: str, argv: Sequence[str]) -> None
             raise ValueError(f"unexpected arguments: {argv[1:]}: all are flags, which begin with --")
         main(*([argv[1:]] if arguments else []))
     except (ValueError, OSError) as error:
-        if verbose:
+        if verbose or not (isinstance(error, OSError) or _is_ours(error)):
             traceback.print_exc()
         sys.exit(f"error: {error}")
+
+
+def _is_ours(error: ValueError) -> bool:
+    """Whether code of this project has raised it, and not JAX, which leaves its own frames out and a note on that."""
+    (frame, _) = collections.deque(traceback.walk_tb(error.__traceback__), maxlen=1).pop()
+    package = frame.f_globals["__name__"].partition(".")[0]
+    in_script = Path(frame.f_code.co_filename).resolve().parent == Path(__file__).resolve().parent
+    return not hasattr(error, "__notes__") and (in_script or package in ("dsv4jax", "sharding", "pallas_kernels"))
 
 
 def _parsed(argv: list[str]) -> list[str]:

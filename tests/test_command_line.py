@@ -1,5 +1,6 @@
 """Every command, used wrongly: one line that says what is allowed, before anything begins."""
 
+import json
 import subprocess
 import sys
 from unittest import mock
@@ -80,3 +81,11 @@ def test_a_process_ends_with_the_line_and_a_traceback_only_if_asked_for():
         done = subprocess.run([*command, f"--verbosity={verbosity}"], capture_output=True, text=True)
         assert done.returncode == 1 and not done.stdout
         assert done.stderr.startswith(traceback or line) and done.stderr.endswith(line)
+
+
+@pytest.mark.parametrize("fault", [lambda: jax.numpy.concatenate([]), lambda: json.loads("?")])
+def test_a_value_error_of_a_library_keeps_its_traceback(capsys, fault):
+    script, _ = load_script("command_line")
+    with pytest.raises(SystemExit, match="error: "):
+        script.call(fault, "", ["command"])
+    assert "in <lambda>" in capsys.readouterr().err
