@@ -503,7 +503,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(actions=ACTIONS)
 def test_no_mixture_of_endings_leaves_anything_behind(actions):
     async def one(served, name, prompt, max_tokens, n, how, after):

@@ -29,7 +29,7 @@ def problems(draw):
     return Solver(ranks, nodes), loads, random_owners(rng, experts, ranks, slots_per_rank)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_what_any_solution_promises(problem):
     solver, loads, owners = problem

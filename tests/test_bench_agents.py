@@ -212,7 +212,7 @@ def test_other_files_are_no_traces(tmp_path):
 
 
 @given(name=st.text(), counts=st.tuples(st.integers(0, 300), st.integers(0, 300)), low=st.integers(0, 9))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_content_is_the_same_as_far_as_it_goes(name, counts, low):
     ids = range(low, low + 50)
     short, long = (content_tokens(name, count, ids) for count in sorted(counts))

@@ -66,7 +66,7 @@ def runs(draw):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(runs(), st.sets(st.integers(1, 29), max_size=4))
 def test_tokens_of_windows_that_partition_time_add_up(run, cuts):
     bounds = [-1.0, *map(float, sorted(cuts)), 30.0]
@@ -81,7 +81,7 @@ def test_tokens_of_windows_that_partition_time_add_up(run, cuts):
     np.testing.assert_allclose(np.sum(parts, axis=0), whole)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(runs(), st.integers(0, 10), st.integers(1, 20), st.randoms())
 def test_a_summary_does_not_depend_on_the_order_and_every_request_is_counted_or_excluded(run, begin, seconds, random):
     window = Window(float(begin), float(begin + seconds))
@@ -92,7 +92,7 @@ def test_a_summary_does_not_depend_on_the_order_and_every_request_is_counted_or_
     json.dumps(summary.as_dict(), allow_nan=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 4), max_size=8))
 def test_shares_of_tokens_sum_to_the_time_between_first_and_last_chunk(tokens):
     m = measurement(tokens=tokens)
@@ -209,7 +209,7 @@ def test_tokens_without_times_of_their_own_are_spread_over_chunks():
     assert spread(7, 3) == (3, 2, 2) and spread(2, 3) == (1, 1, 0) and spread(0, 2) == (0, 0) and spread(5, 0) == ()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 4), max_size=8), st.sets(st.integers(3, 10), max_size=3))
 def test_shares_of_windows_are_those_of_the_whole(tokens, cuts):
     m, bounds = measurement(tokens=tokens), [0.0, *map(float, sorted(cuts)), 20.0]

@@ -146,7 +146,7 @@ def test_refused_turns_are_failed_requests_and_wrong_workloads_are_errors():
         run_engine(engine, executor, OpenLoop([]), progress=False)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.floats(0, 2), st.integers(1, 300), st.integers(1, 12)), min_size=1, max_size=12),
     st.integers(1, 3),

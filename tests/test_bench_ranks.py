@@ -26,7 +26,7 @@ def make(ranks=2, cost=COST, **options):
     return simulated_system(Sizes(ranks=ranks, slots=4, max_model_len=2048, prefill_tokens=512), cost, **options)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.floats(0, 2), min_size=len(WORK), max_size=len(WORK)),
     st.floats(0.1, 5),

@@ -59,7 +59,6 @@ def test_a_difference_is_judged_by_the_spread_of_repeats(before, after, verdict)
     assert found[64].before == before and found[64].after == after and found[64].column == "milliseconds"
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.floats(1, 100), min_size=2, max_size=4), min_size=2, max_size=2))
 def test_what_is_flagged_is_exactly_what_no_repeat_explains(sides):
     """Shifting one side by more than both spreads and their distance is always flagged, copies of a side never are."""
@@ -87,7 +86,6 @@ def test_files_of_a_side_are_repeats_and_other_experiments_are_refused():
 # Plots
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1))
 def test_the_front_is_what_no_other_point_beats(points):
     def beaten(point):
@@ -101,7 +99,7 @@ def elements(svg: str, tag: str) -> list[ET.Element]:
 
 
 @pytest.mark.parametrize("kind", ["line", "bar", "stacked", "scatter", "pareto"])
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     rows=st.lists(
         st.fixed_dictionaries({"x": st.integers(1, 2**20), "y": st.floats(1e-3, 1e9), "who": st.sampled_from("abc")}),

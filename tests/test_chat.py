@@ -152,7 +152,7 @@ def test_bad_thinking_fields_are_named(fields, param):
     assert error.value.param == param
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(spellings=st.lists(st.sampled_from([*CHAT_TOKENS, "<｜box｜>", " x"]), min_size=1, max_size=4))
 def test_typed_control_tokens_stay_text(default_tokenizer, spellings):
     text = "".join(spellings)
@@ -186,7 +186,7 @@ def test_large_integers_are_kept():
 DIGITS = st.integers(10**17, 10**22).map(str)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     numbers=st.lists(st.integers(-(10**40), 10**40) | st.integers(10**17, 10**19), min_size=1, max_size=5),
     words=st.lists(st.one_of(DIGITS, st.sampled_from(["1000000000000000000", "-1000000000000000001"])), max_size=3),

@@ -212,7 +212,7 @@ PIECES = [
 TAGS = [dsml(), markup('{{ invoke name="g"}'), markup("{{/ invoke}"), markup("{{/"), markup("{{ calls}\n")]
 
 
-@settings(deadline=None, max_examples=250)
+@settings(max_examples=250)
 @given(
     start=st.sampled_from(TEXT_STARTS),
     pieces=st.lists(st.sampled_from([*PIECES, *TAGS])),
@@ -265,7 +265,7 @@ CALL_PIECES = [
 ]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     pieces=st.lists(st.sampled_from(CALL_PIECES), max_size=14),
     parallel=st.booleans(),
@@ -594,7 +594,6 @@ def test_stop_strings(stop, pieces, expected, matched):
     assert "".join(map(including.push, pieces)) == "".join(expected) + (matched or "")
 
 
-@settings(deadline=None)
 @given(
     text=st.text("ab", max_size=20),
     stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
@@ -629,7 +628,7 @@ def first_end(tokenizer, ids, stop, min_tokens) -> int | None:
     return None
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(pieces=PIECE_TEXTS, stop=STOPS, min_tokens=st.integers(0, 12), thought=st.booleans(), data=st.data())
 def test_stop_strings_do_not_count_before_so_many_tokens(default_tokenizer, pieces, stop, min_tokens, thought, data):
     ids = [i for piece in pieces for i in default_tokenizer.encode(piece).tolist()]
@@ -669,7 +668,7 @@ def test_text_that_cannot_become_a_stop_string_is_not_held_while_none_counts():
 # ---- raw completions and JSON answers ------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     text=st.lists(st.sampled_from(["a", "b", "ab", "🦜", "漢", "\n", "<think>", " the"])).map("".join),
     stop=st.lists(st.sampled_from(["ab", "\n\n", "🦜a", "the<"]), max_size=2),
@@ -753,7 +752,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(JSON_VALUES, min_size=1, max_size=4), st.sampled_from(["", "Sure: ", "```json\n"]), st.data())
 def test_a_broken_answer_is_not_replaced_by_a_value_inside_it(values, before, data):
     written = json.dumps(values)

@@ -236,7 +236,7 @@ def configs(draw):
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(configs())
 def test_to_dict_is_read_back_unchanged_through_json(config):
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

@@ -95,7 +95,7 @@ def cost(ranks: int = 8, hardware: Hardware = H200, **options) -> HardwareCost:
     return HardwareCost(CFG, hardware, ranks, **options)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     hardware=st.sampled_from(GIVEN),
     ranks=st.sampled_from([1, 2, 8, 32, 72]),
@@ -119,7 +119,7 @@ def test_a_step_with_more_to_do_never_takes_less(hardware, ranks, exchange, requ
     assert model.decode(requests, tokens, context, True).device >= before.device
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tokens=st.integers(1, 20_000), context=st.integers(0, 900_000), more=st.integers(1, 20_000), ends=st.booleans())
 def test_a_longer_chunk_never_takes_less(tokens, context, more, ends):
     model = cost(4)
@@ -129,7 +129,7 @@ def test_a_longer_chunk_never_takes_less(tokens, context, more, ends):
     assert model.prefill(tokens, context).device >= model.prefill(tokens, context, ends=False).device
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     ranks=st.sampled_from([1, 4, 8, 32]),
     requests=st.integers(1, 128),
@@ -176,7 +176,7 @@ def test_the_slowest_rank_and_all_tokens_count():
     assert nothing.limit == ("host", 1.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), ranks=st.sampled_from([1, 3, 8]))
 def test_the_fast_way_gives_the_same_seconds(data, ranks):
     row = st.tuples(
@@ -284,7 +284,7 @@ def test_constants_are_found_again_in_the_steps_that_they_make():
     assert hardware_from_dict(found.as_dict()) == found
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     points=st.lists(
         st.tuples(st.floats(1e6, 1e12), st.floats(0, 1e15), st.floats(0, 1e15), st.floats(1e-6, 1)), min_size=1

@@ -60,7 +60,7 @@ def make_batch(rng):
 KINDS = st.sampled_from(["line", "stairs", "concave", "flat", "noise"])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(kind=KINDS, data_seed=st.integers(0, 2**32))
 def test_no_choice_promises_more(kind, data_seed):
     rng = np.random.default_rng(data_seed)
@@ -90,7 +90,7 @@ def has_a_say(data_seed, drawn_at_random):
     return min(counts[0][request], draft + 1) != min(counts[1][request], draft + 1)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data_seed=st.integers(0, 2**32))
 def test_a_causal_choice_gives_a_draft_no_say_in_its_own_verification(data_seed):
     assert not has_a_say(data_seed, drawn_at_random=True)
@@ -161,7 +161,7 @@ def test_bad_step_costs_are_refused(tokens, verify_seconds, draft_seconds, messa
         StepCosts(tokens, verify_seconds, draft_seconds)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(data_seed=st.integers(0, 2**32))
 def test_statistics_of_steps_add_up(data_seed):
     rng = np.random.default_rng(data_seed)

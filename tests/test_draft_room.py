@@ -79,7 +79,7 @@ def best_rate(seconds, room, rows, limits, minimums, survival):
     return tokens / slowest
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(ranks=st.integers(1, 3), data_seed=st.integers(0, 2**32))
 def test_the_room_is_the_best_of_all_programs_and_counts(ranks, data_seed):
     rng = np.random.default_rng(data_seed)
@@ -102,7 +102,7 @@ def test_the_room_is_the_best_of_all_programs_and_counts(ranks, data_seed):
     assert kept is now or now[0] >= max(now.values()) * (1 - 1e-5)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(place=st.integers(0, BLOCK - 1), data_seed=st.integers(0, 2**32))
 def test_more_confidence_never_leaves_less_room(place, data_seed):
     """Of one request; of several, what one may hope for can take the place of another's drafts."""

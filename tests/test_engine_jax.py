@@ -208,7 +208,7 @@ def test_contexts_of_as_many_pages_share_their_programs():
         assert len(set(kind)) == len(kind)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_whatever_the_scheduler_may_plan_has_a_program_and_a_place(data):
     """Sizes of the scheduler are those of cache and programs, also where more drafts than prompt tokens run."""

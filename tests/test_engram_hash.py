@@ -121,7 +121,7 @@ def test_constants_of_the_released_model():
     assert [sum(c.primes) for c in constants] == [384006168, 384016682]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(configs())
 @example(config(engram_vocab_size=7, engram_n_heads=1, engram_layer_ids=(0,)))
 def test_primes_are_the_next_unused_ones_and_offsets_their_running_sum(cfg):
@@ -135,7 +135,7 @@ def test_primes_are_the_next_unused_ones_and_offsets_their_running_sum(cfg):
         assert list(c.offsets) == [sum(c.primes[:i]) for i in range(columns)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(configs())
 def test_multipliers_are_odd_and_products_stay_below_2_to_63(cfg):
     for c in hash_constants(cfg):
@@ -176,7 +176,7 @@ def test_rows_of_section_12(rows):
     np.testing.assert_array_equal(rows(ModelConfig(), [HISTORY], 2), [ROWS])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cases())
 @example(
     (config(engram_vocab_size=33_554_393, engram_compressed_vocab_size=2, **LARGEST), np.ones((1, 2), np.int32), 1)
@@ -197,7 +197,7 @@ def test_the_device_agrees_with_the_host_under_jit_on_many_tokens():
     np.testing.assert_array_equal(rows, on_host(cfg, history, 99_091))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cases())
 def test_rows_lie_inside_their_columns(case):
     cfg, history, pad = case
@@ -246,7 +246,7 @@ class Rows:
         return (rows,)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     ids=st.lists(st.integers(0, 39), min_size=1, max_size=24),
     images=st.sets(st.integers(0, 23)),

@@ -92,14 +92,14 @@ def matrices(bound):
     return hnp.arrays(np.float32, (TOKENS, STREAMS, STREAMS), elements=st.floats(-bound, bound, width=32))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(matrices(4), st.sampled_from([1, 2, 5, 20]))
 def test_sinkhorn_matches_float64(logits, iterations):
     c = jitted_sinkhorn(logits, iterations, EPS)
     np.testing.assert_allclose(c, expected_sinkhorn(logits, iterations), rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(matrices(1))
 def test_twenty_iterations_make_rows_and_columns_sum_to_one(logits):
     c = np.asarray(jitted_sinkhorn(logits, 20, EPS), np.float64)
@@ -111,7 +111,7 @@ def test_twenty_iterations_make_rows_and_columns_sum_to_one(logits):
 EXTREME = st.sampled_from([-1e30, -1e4, -100.0, -30.0, 0.0, 30.0, 100.0, 1e4, 1e30]) | st.floats(-100, 100, width=32)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(hnp.arrays(np.float32, (TOKENS, STREAMS, STREAMS), elements=EXTREME))
 def test_sinkhorn_of_extreme_logits_is_finite_and_ends_with_columns(logits):
     c = np.asarray(jitted_sinkhorn(logits, 20, EPS))

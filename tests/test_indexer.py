@@ -86,7 +86,7 @@ def counts(entries):
     return st.lists(st.integers(0, entries), min_size=QUERIES, max_size=QUERIES)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(score_arrays(37), counts(37), st.sampled_from([1, 8, 36, 37]))
 def test_the_best_visible_entries_are_selected_in_ascending_order(scores, visible, keep):
     np.testing.assert_array_equal(select(scores, visible, keep), expected_selection(scores, visible, keep))
@@ -138,7 +138,7 @@ def test_rows_without_a_finite_score_select_nothing(value):
     np.testing.assert_array_equal(select(scores, [40, 40], 4), [[-1] * 4, [11, -1, -1, -1]])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(score_arrays(37), counts(37), st.randoms())
 def test_a_query_depends_on_nothing_but_its_own_visible_scores(scores, visible, random):
     """Not on its row, on other rows, on what it does not see or on how far the array goes on."""
@@ -155,7 +155,7 @@ def test_a_query_depends_on_nothing_but_its_own_visible_scores(scores, visible, 
 # Candidate blocks.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(score_arrays(37), counts(37), st.sampled_from([(1, 4), (2, 4), (3, 5), (9, 8), (12, 3), (40, 1)]))
 def test_the_best_blocks_are_candidates(scores, visible, budget):
     # A pinned block and a block of infinite score would be a tie that no rule decides.
@@ -214,7 +214,7 @@ def operands(seed):
     return q, weights, keys
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1))
 def test_reference_scores_round_product_term_and_sum(seed):
     q, weights, keys = operands(seed)
@@ -226,7 +226,7 @@ def test_reference_scores_round_product_term_and_sum(seed):
     np.testing.assert_array_equal(np.asarray(scores, np.float32), expected.astype(np.float32))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1))
 def test_fast_scores_round_nothing(seed):
     q, weights, keys = (a.astype(np.float64) for a in operands(seed))
@@ -264,7 +264,7 @@ def test_the_relu_is_inside_the_sum_over_heads():
 # Visibility.
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(hnp.arrays(np.int32, 9, elements=st.integers(0, 1 << 20)), hnp.arrays(bool, 9), st.sampled_from([1, 2]))
 def test_an_entry_is_visible_once_its_last_token_is(positions, valid, ratio):
     visible = np.asarray(jitted(visible_entries, ratio)(positions, valid))

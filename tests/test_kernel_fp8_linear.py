@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hopper import lowered_for_hopper, needs_hopper, needs_no_hopper
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4jax.model.rope import Rotation, rotate
@@ -112,7 +112,6 @@ def test_rotation_of_heads():
     np.testing.assert_array_equal(fp8_linear(q, weight, by=by, heads=2).reshape(3, 2, 128), want)
 
 
-@settings(deadline=None)
 @given(
     rows=st.integers(1, 400),
     out=st.sampled_from([64, 128, 192, 512, 1280, 1792, 4608, 5120, 32768]),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hopper import lowered_for_hopper, needs_hopper, needs_no_hopper
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -41,7 +41,6 @@ def lowered(tokens, implementation):
     return lowered_for_hopper(run, residual, weights)
 
 
-@settings(deadline=None)
 @given(hnp.arrays(np.float32, (2, 5), elements=st.floats(-(2.0**99), 2.0**99, width=32)))
 def test_split_is_lossless(x):
     x = np.where(abs(x) < 2.0**-100, 0, x).astype(np.float32)

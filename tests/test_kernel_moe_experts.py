@@ -33,7 +33,7 @@ def random_weights(rng, experts, hidden, width, low=0, high=256):
     return one(width, hidden), one(width, hidden), one(hidden, width)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(0, 256), (0, 1), (255, 256), (114, 122)]))
 def test_packing_loses_nothing(seed, scales):
     """Any codes and scale bytes come back."""
@@ -177,7 +177,7 @@ def test_what_cannot_run_is_named():
         jax.eval_shape(pack_experts, *arguments(8, hidden=5120 + 32)[1])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 8), st.integers(8, 1000), st.sampled_from([256, 5120, 1 << 20]), st.sampled_from([256, 2304]))
 def test_no_offset_of_the_most_tokens_needs_more_than_32_bits(k, number, hidden, width):
     most = most_tokens(k, number, hidden, width)

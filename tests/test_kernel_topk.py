@@ -131,7 +131,7 @@ def test_more_results_than_threads(case, k, blocks):
     np.testing.assert_array_equal(got, [expected(r, n, k) for r, n in zip(rows, lengths, strict=True)])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_per_thread_code_with_any_bits(data):
     k = data.draw(st.sampled_from([1, 7, 512]))

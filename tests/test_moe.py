@@ -68,7 +68,7 @@ def distinct_logits(draw):
     return rng.permuted(np.tile(row, (4, 1)), axis=1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(distinct_logits(), st.sampled_from([(6, 1.5), (3, 1.5), (1, 2.5)]))
 def test_weights_are_finite_sum_to_the_scale_and_choose_as_float64(logits, k_and_scale):
     k, scale = k_and_scale
@@ -218,7 +218,7 @@ def test_experts_match_a_plain_loop(tokens, k, kind):
 TOKENS = 21
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_ragged_routing_matches_a_plain_loop(data):
     seed = data.draw(st.integers(0, 2**32 - 1))

@@ -93,7 +93,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.kept == len(self.kept)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=30)
 TestPool = PoolMachine.TestCase
 
 

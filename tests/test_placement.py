@@ -20,7 +20,7 @@ from sharding.placement import (
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes(), st.integers(0, 2**32 - 1))
 def test_every_expert_is_reachable_and_the_way_back_is_exact(size, seed):
     experts, ranks, slots_per_rank = size

@@ -124,7 +124,7 @@ def test_prefill_waits_longer_the_busier_it_is():
     assert chunks[0].ttft > 2 * chunks[0].time.seconds and chunks[1].tokens_per_second > chunks[0].tokens_per_second
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(values=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), max_size=12))
 def test_the_front_has_the_points_that_no_other_beats(values):
     base = all_points()[0]

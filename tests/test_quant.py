@@ -112,7 +112,7 @@ ARRAYS = hnp.arrays(np.float32, SHAPE, elements=NUMBERS, fill=st.just(0.0) | NUM
 
 @FORMATS
 @DTYPES
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(x=ARRAYS)
 def test_records_match_numpy_bit_for_bit(name, dtype, x):
     check_format(name, x.astype(dtype))
@@ -130,7 +130,7 @@ def test_records_of_constant_and_of_random_rows_of_any_magnitude(name, dtype, ma
 
 @FORMATS
 @DTYPES
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(x=hnp.arrays(np.float32, SHAPE, elements=st.floats(-(2.0**-120), 2.0**-120, width=32)))
 def test_subnormal_inputs_stay_below_the_smallest_normal_number(name, dtype, x):
     x = x.astype(dtype)
@@ -253,7 +253,7 @@ def test_all_16_codes_of_e2m1_and_the_order_of_the_nibbles():
 
 
 @given(hnp.arrays(np.uint8, (4, 6), elements=st.integers(0, 15)))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_packed_codes_are_decoded_in_place(codes):
     packed = jitted("pack_nibbles")(codes)
     assert packed.shape == (4, 3)

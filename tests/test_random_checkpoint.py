@@ -190,7 +190,7 @@ def test_reduced_to_all_layers_is_the_released_model():
     assert reduced_config(40) == ModelConfig()
 
 
-@settings(deadline=None, max_examples=35)
+@settings(max_examples=35)
 @given(layers=st.integers(6, 40))
 def test_reduced_configurations_keep_every_kind_of_layer(layers):
     cfg = reduced_config(layers, n_routed_experts=16, engram_vocab_size=1000)

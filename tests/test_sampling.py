@@ -188,7 +188,7 @@ request_settings = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(requests=st.lists(request_settings, min_size=2, max_size=4), data_seed=st.integers(0, 2**32))
 def test_any_mix_of_settings_agrees_with_numpy(requests, data_seed):
     rng = np.random.default_rng(data_seed)
@@ -522,7 +522,7 @@ def run_requests(runs, truths, prompts, logits, rng):
     return commit_tokens(state, np.array(slots, np.int32), ends), accepted_logits, generated
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(runs=st.tuples(request_run, request_run), data_seed=st.integers(0, 2**32))
 def test_rejected_drafts_leave_no_trace(runs, data_seed):
     rng = np.random.default_rng(data_seed)
@@ -598,7 +598,7 @@ def test_draws_follow_the_distribution_of_the_allowed_tokens(fields):
     np.testing.assert_allclose(sampled.logprobs, raw[sampled.tokens], rtol=1e-5)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data_seed=st.integers(0, 2**32), greedy=st.booleans())
 def test_a_mask_is_a_bias_of_minus_infinity_and_moves_no_other_row(data_seed, greedy):
     rng = np.random.default_rng(data_seed)

@@ -157,7 +157,7 @@ def some_room(cfg, seed):
     return DraftRoom(times, cfg.slots, cfg.ranks, plain_steps=3)
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=3000)
 @given(
     cfg=st.builds(with_drafts, CONFIGS, st.sampled_from([0, 1, 5])),
     depth=st.integers(1, 2),

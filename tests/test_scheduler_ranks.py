@@ -42,7 +42,7 @@ def running(engine):
     return [rank.running for rank in engine.stats().ranks]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     ranks=st.integers(1, 8),
     traffic=st.lists(st.tuples(prompts(), st.integers(1, 12), st.integers(0, 3)), min_size=3, max_size=20),
@@ -62,7 +62,7 @@ def test_the_same_requests_are_placed_and_run_the_same_way_each_time(ranks, traf
     assert schedule_difference(run(), run()) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ranks=st.integers(1, 8), lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=60))
 def test_ranks_differ_by_no_more_than_one_request(ranks, lengths):
     """Without hits, the load of two ranks differs by at most the largest request's; equal ones are dealt evenly."""
@@ -130,7 +130,7 @@ def parts(executor, rank):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ranks=st.integers(2, 8), after=st.integers(1, 12), data=st.data())
 def test_requests_that_end_on_one_rank_change_nothing_on_the_others(ranks, after, data):
     cfg = dataclasses.replace(SMALL, ranks=ranks, slots=3, max_admissions=8)

@@ -432,7 +432,7 @@ EVERYTHING = {
 
 
 @given(changed(EVERYTHING))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whatever_is_wrong_is_answered(default_tokenizer, body):
     try:
         call(responses, context(default_tokenizer, [1]), body)

@@ -92,7 +92,7 @@ def test_token_strings_are_those_of_the_vocabulary(default_tokenizer):
     assert response["token_strs"][-1] == "<think>"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(text=st.text(max_size=50))
 def test_round_trip(default_tokenizer, text):
     server = context(default_tokenizer)

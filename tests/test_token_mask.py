@@ -120,7 +120,7 @@ def test_allowed_token_ids(tokenizer):
     assert mask.next() is mask.next() and not mask.next().flags.writeable
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_bad_words_forbid_the_last_token_after_the_others(default_tokenizer, data):
     token = st.integers(10, 13)
@@ -220,7 +220,7 @@ def test_required_call_after_free_reasoning(tokenizer, compiler):
         push_text(usual, tokenizer, "anything")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_mask_given_ahead_is_the_mask_that_comes(default_tokenizer, data):
     tokenizer = default_tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4jax.tokenizer import (
@@ -92,7 +92,6 @@ def test_released_vocabulary_gives_the_golden_ids(released_tokenizer, case):
     assert released_tokenizer.decode(case["ids_plain"]) == case["text"]
 
 
-@settings(deadline=None)
 @given(text=texts)
 def test_plain_text_round_trips_and_never_becomes_a_control_token(default_tokenizer, text):
     ids = default_tokenizer.encode(text)
@@ -117,7 +116,6 @@ def test_a_lone_surrogate_is_refused(default_tokenizer):
 # ---- decode ----------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(text=texts, positions=st.lists(st.integers(0, 1000), max_size=20))
 def test_stream_text_does_not_depend_on_the_cuts(default_tokenizer, text, positions):
     ids = default_tokenizer.encode(text)
@@ -127,7 +125,6 @@ def test_stream_text_does_not_depend_on_the_cuts(default_tokenizer, text, positi
     assert decoder.finish() == ""
 
 
-@settings(deadline=None)
 @given(data=st.data(), positions=st.lists(st.integers(0, 1000), max_size=20))
 def test_stream_of_arbitrary_ids_equals_the_whole_decode(default_tokenizer, data, positions):
     ids = data.draw(st.lists(st.integers(0, default_tokenizer.vocab_size - 1), max_size=30))

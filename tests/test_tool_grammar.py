@@ -449,7 +449,7 @@ def can_end(schema, root, levels):
     return any(map(inner, schema.get("anyOf", schema.get("oneOf"))))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(definitions=st.fixed_dictionaries({name: schemas("ABC") for name in "ABC"}))
 def test_what_is_refused_for_its_end_is_what_has_no_finite_value(definitions):
     root = {"$defs": definitions, "properties": {name: {"$ref": f"#/$defs/{name}"} for name in definitions}}

@@ -147,7 +147,7 @@ def test_fp8_weights_keep_what_they_can_hold(shape, block):
     assert np.all(largest <= 448 * power) and np.all(largest > 448 * power / 2)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.sampled_from([1, 4, 9]), st.booleans())
 def test_masks_are_the_models_selections(seed, entries, keep, coarse):
     rng = np.random.default_rng(seed)

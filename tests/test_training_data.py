@@ -65,7 +65,7 @@ def test_examinations_ask_what_was_never_trained(name, default_tokenizer):
         held_out_examples("walk", 0, 1, 256)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.integers(0, 2**31), st.integers(0, 90))
 def test_rows_depend_on_seed_and_number_alone(default_tokenizer, seed, index):
     def make():

@@ -121,7 +121,7 @@ draw = jax.jit(draw_drafts, static_argnames="shared_noise")
 # The same as `sample`.
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(requests=st.lists(request_settings, min_size=1, max_size=4), data_seed=st.integers(0, 2**32))
 def test_without_draft_logits_the_output_is_that_of_sample(requests, data_seed):
     """Guessing what `sample` draws, some wrong: it stands as far as the guess is right, log-probabilities included."""
@@ -142,7 +142,7 @@ def test_without_draft_logits_the_output_is_that_of_sample(requests, data_seed):
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(requests=st.lists(request_settings, min_size=1, max_size=4), data_seed=st.integers(0, 2**32))
 def test_what_is_not_drawn_is_reported_as_sample_does(way, requests, data_seed):
     """Greedy requests give the tokens of `sample`, the others at least its log-probabilities; padding gives nothing."""
@@ -235,7 +235,7 @@ def test_penalties_count_every_accepted_token_over_many_steps(fields):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(requests=st.lists(request_settings, min_size=2, max_size=4), data_seed=st.integers(0, 2**32))
 def test_a_seeded_request_gets_the_same_in_any_batch_row_and_slot(way, requests, data_seed):
     batch = Batch(requests, data_seed).draw(way)
