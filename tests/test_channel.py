@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from channels import TOKEN, Failures, channel_config, connected, free_port
+from waiting import eventually
 
+from dsv4jax.engine import channel as channel_module
 from dsv4jax.engine.channel import ChannelFailure, FollowerChannel, LeaderChannel
 from dsv4jax.engine.connection import Connection, Kind
 from dsv4jax.engine.handshake import HandshakeError, Mismatch
@@ -219,6 +221,24 @@ def test_what_the_other_said_before_it_closed_is_told_by_a_thread_that_sends(sen
                 send(Kind.WAIT if sender == "leader" else Kind.RESET_DONE)
                 time.sleep(0.001)
         assert "out of memory" in failures[ends[0].config.process].wait()
+
+
+def test_a_lost_process_is_the_reason_and_not_the_step_that_it_made_fail_elsewhere(monkeypatch):
+    monkeypatch.setattr(channel_module, "_LAST_WORDS_SECONDS", 60.0)
+    with connected(3) as (leader, followers, failures):
+        followers[1].send(Kind.STEP_FAILED, b"connection reset by peer")
+        eventually(lambda: leader._step_failed)
+        threading.Timer(0.3, followers[0].close).start()
+        with pytest.raises(ChannelFailure, match="process 1 is gone: its connection was closed"):
+            leader.broadcast(Kind.WAIT)
+        assert "process 1 is gone" in failures[2].wait()
+
+
+def test_that_process_0_has_ended_is_the_reason_and_not_the_step_that_failed_by_it(monkeypatch):
+    monkeypatch.setattr(channel_module, "_LAST_WORDS_SECONDS", 60.0)
+    with connected() as (leader, (follower,), _):
+        threading.Timer(0.3, leader.close, args=("out of memory",)).start()
+        assert "process 0 has ended: out of memory" in str(follower.fail_unless_lost("a step failed here only"))
 
 
 def test_a_closed_connection_is_noticed_at_once_by_whoever_waits():

@@ -113,14 +113,15 @@ def follow(channel: FollowerChannel, inner: Executor) -> None:
             return
         if kind is Kind.RESET:
             if bool(body[0]) != (failed is not None):
-                raise channel.fail("a step failed on process 0 only" if failed is None else _only_here(failed))
+                reason = "a step failed on process 0 only" if failed is None else _only_here(failed)
+                raise channel.fail_unless_lost(reason)
             with channel.watch("a reset"):
                 inner.reset()
             failed = None
             channel.send(Kind.RESET_DONE)
             continue
         if failed is not None:
-            raise channel.fail(_only_here(failed))
+            raise channel.fail_unless_lost(_only_here(failed))
         plan = decoder.decode(body) if kind is Kind.DISPATCH else None
         try:
             if plan is not None:

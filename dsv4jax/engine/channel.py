@@ -126,6 +126,12 @@ class _Channel:
             self._close_connections()
         return self._ending()
 
+    def fail_unless_lost(self, reason: str) -> ChannelFailure:
+        """As `fail`, but for a lost process if one is noticed now: it fails the steps of others, which may be heard of
+        first."""
+        self._ended.wait(_LAST_WORDS_SECONDS)
+        return self.fail(reason)
+
     def close(self, reason: str | None = None) -> None:
         """Ends the connections without a failure here; with a reason the other processes fail for it."""
         self._ended.set()
@@ -252,7 +258,7 @@ class LeaderChannel(_Channel):
             self._acknowledged[Kind.RESET_DONE].clear()
             self._resetting = True
         elif self._step_failed:
-            raise self._fail_alone()
+            raise self.fail_unless_lost(self._failed_alone())
         for connection in self._connections.values():
             self._send(connection, kind, body)
 
@@ -334,11 +340,11 @@ class LeaderChannel(_Channel):
         # What has failed there may be about to fail here: then all are reset together.
         oldest = min((at for _, at in list(self._step_failed.values())), default=None)
         if oldest is not None and not self._resetting and time.monotonic() > oldest + self.config.silence_seconds:
-            self._fail_alone()
+            self.fail(self._failed_alone())
 
-    def _fail_alone(self) -> ChannelFailure:
+    def _failed_alone(self) -> str:
         process, (why, _) = next(iter(self._step_failed.items()))
-        return self.fail(f"a step failed on process {process} and not here: {why}")
+        return f"a step failed on process {process} and not here: {why}"
 
 
 class FollowerChannel(_Channel):
