@@ -89,3 +89,13 @@ def test_a_value_error_of_a_library_keeps_its_traceback(capsys, fault):
     with pytest.raises(SystemExit, match="error: "):
         script.call(fault, "", ["command"])
     assert "in <lambda>" in capsys.readouterr().err
+
+
+def test_an_error_of_jax_below_code_of_this_project_is_no_check():
+    """JAX leaves its frames out, so that the project's own seem to have raised it, and a note on that."""
+    script, _ = load_script("command_line")
+    with pytest.raises(ValueError, match="--sizes=a: must be whole numbers") as caught:
+        script.numbers("sizes", ["a"])
+    assert script._is_ours(caught.value)
+    caught.value.add_note("frames were left out")
+    assert not script._is_ours(caught.value)
