@@ -47,6 +47,7 @@ from dsv4jax.model.forced_routing import ROUTINGS
 from dsv4jax.numerics import FAST, Numerics
 from dsv4jax.packing import param_shapes
 from dsv4jax.params import Params
+from dsv4jax.step_flags import KERNEL_BY_KERNEL
 from sharding import SINGLE, Layout, decode_dep
 from sharding.layout import EXCHANGES
 
@@ -117,10 +118,19 @@ def placed_steps(cfg: ModelConfig, layout: Layout) -> list[PlacedStep]:
     return alone + together
 
 
+def is_profiled(placed: PlacedStep) -> bool:
+    """Whether the time of each stage is wanted too."""
+    return _PROFILE.value and placed.layout.ranks > 1 and placed.routing == _ROUTING.value[0]
+
+
 def measure_step(
-    placed: PlacedStep, program: Any, params: Params, cfg: ModelConfig, numerics: Numerics, ranks: int
+    placed: PlacedStep, program: Any, profiled: Any, params: Params, cfg: ModelConfig, numerics: Numerics, ranks: int
 ) -> dict[str, Any]:
-    """Time of a step, and how even the load of so many ranks is that its tokens make."""
+    """Time of a step, and how even the load of so many ranks is that its tokens make.
+
+    Args:
+      profiled: the program kernel by kernel, if `is_profiled`.
+    """
     if isinstance(program, Exception):
         raise program
     case, layout = placed.case, placed.layout
@@ -142,9 +152,9 @@ def measure_step(
         "uniform_control": float(uniform_balancedness(load.sum(1) / k, k, cfg.n_routed_experts, ranks).mean()),
         "experts_in_use": float((load > 0).sum(1).mean()),
     }
-    if _PROFILE.value and layout.ranks > 1 and placed.routing == _ROUTING.value[0]:
+    if is_profiled(placed):
         try:
-            spent = profile_step(program, params, cache(), batch, devices=layout.devices)
+            spent = profile_step(profiled, params, cache(), batch, devices=layout.devices)
             row |= {f"{stage}_microseconds": spent.microseconds.get(stage, 0.0) for stage in ("dispatch", "combine")}
             row |= {"busy_microseconds": spent.busy, "stages": dict(spent.microseconds)}
         except Exception as error:  # The times above stand.
@@ -165,8 +175,9 @@ def run(result: Result, steps: list[PlacedStep], cfg: ModelConfig, numerics: Num
         ]
     begin = time.perf_counter()
     lowerings = {case: functools.partial(case.lower, cfg) for case in exchanges}
-    lowerings |= {step: functools.partial(step.lower, cfg, numerics) for step in steps}
-    programs = compile_apart(lowerings)
+    lowerings |= {step: functools.cache(functools.partial(step.lower, cfg, numerics)) for step in steps}
+    profiled = {("profiled", step): lowerings[step] for step in steps if is_profiled(step)}
+    programs = compile_apart(lowerings | profiled, dict.fromkeys(profiled, KERNEL_BY_KERNEL))
     result.add_row("compilation", {"programs": len(programs), "seconds": time.perf_counter() - begin})
 
     if exchanges:
@@ -206,7 +217,8 @@ def run_steps(
         names = dict(step.names)
         if step.layout.ranks > 1 and step.case.shape.tokens in exchange_alone:
             names["exchange_alone_milliseconds"] = exchange_alone[step.case.shape.tokens]
-        measure = functools.partial(measure_step, step, programs[step], params, cfg, numerics, layout.ranks)
+        both = programs[step], programs.get(("profiled", step))
+        measure = functools.partial(measure_step, step, *both, params, cfg, numerics, layout.ranks)
         result.attempt("steps", names, measure)
     for requests in _REQUESTS.value if engine else ():
         measure = functools.partial(host_gap, params, cfg, numerics, layout, requests=requests, steps=_STEPS.value)

@@ -63,7 +63,7 @@ from dsv4jax.implementation import with_implementation
 from dsv4jax.numerics import FAST, REFERENCE, Numerics
 from dsv4jax.params import Params
 from dsv4jax.quant import ceil_div
-from dsv4jax.step_flags import VARIANTS
+from dsv4jax.step_flags import KERNEL_BY_KERNEL, VARIANTS
 from dsv4jax.steps import decode_step, forward, prefill_step
 from sharding import emulated_rank
 from sharding.exchange import exchange_bytes
@@ -102,8 +102,10 @@ def run_cases(result: Result, cases: list[StepCase], params: Params, cfg: ModelC
     """Times of every case, once in each round, and its stages: with --profile those that were measured."""
     layout = emulated_rank(_RANKS.value)
     begin = time.perf_counter()
-    programs = compile_apart({case: functools.partial(case.lower, params, cfg, numerics, layout) for case in cases})
-    print(f"{len(cases)} steps compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    lower = {case: functools.cache(functools.partial(case.lower, params, cfg, numerics, layout)) for case in cases}
+    profiled = {("profiled", case): lower[case] for case in cases if _PROFILE.value}
+    programs = compile_apart(lower | profiled, dict.fromkeys(profiled, KERNEL_BY_KERNEL))
+    print(f"{len(programs)} steps compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     for round_ in range(_ROUNDS.value):
         for case in tqdm(cases, desc=f"round {round_ + 1} of {_ROUNDS.value}", unit="step"):
             measure = functools.partial(time_case, result, case, programs[case], params, cfg, numerics)
@@ -115,7 +117,8 @@ def run_cases(result: Result, cases: list[StepCase], params: Params, cfg: ModelC
             spent, costs = None, step_costs(cfg, case.shape)
             if _PROFILE.value:
                 cache = random_cache(cfg, case.cache_cfg, numerics)
-                spent = caught(functools.partial(profile_step, programs[case], params, cache, case.batch))
+                program = programs["profiled", case]
+                spent = caught(functools.partial(profile_step, program, params, cache, case.batch))
             add_stages(result, case.name, median, costs, spent, cfg)
 
 
@@ -188,21 +191,17 @@ def check_flags(result: Result, params: Params, cfg: ModelConfig, numerics: Nume
     A variant that this XLA does not know is told apart from one whose results differ.
     """
     for case in (decode_case(cfg, 8, 2, 2048), prefill_case(cfg, 512, 1024, "bounded")):
-        lowered = case.lower(params, cfg, numerics, emulated_rank(_RANKS.value))
-        programs, unknown = {}, {}
-        for name, options in VARIANTS.items():
-            try:
-                programs[name] = lowered.compile(compiler_options=dict(options) or None)
-            except jax.errors.JaxRuntimeError as error:
-                unknown[name] = str(error).splitlines()[0]
+        lower = functools.cache(functools.partial(case.lower, params, cfg, numerics, emulated_rank(_RANKS.value)))
+        compiled = compile_apart(dict.fromkeys(VARIANTS, lower), VARIANTS)
+        programs = {name: program for name, program in compiled.items() if not isinstance(program, Exception)}
         make_cache = functools.partial(random_cache, cfg, case.cache_cfg, numerics)
         equal = compare_programs(programs, params, case.batch, make_cache)
-        for name in VARIANTS:
+        for name, program in compiled.items():
             record = {"step": case.name, "flags": name}
-            if name in unknown:
-                record["unknown"] = unknown[name]
+            if name not in programs:
+                record["unknown"] = str(program).splitlines()[0]
             else:
-                _, sent, _ = time_step(programs[name], params, make_cache(), case.batch, _REPEATS.value)
+                _, sent, _ = time_step(program, params, make_cache(), case.batch, _REPEATS.value)
                 record |= {"equal": equal[name], "milliseconds": sent * 1e3}
                 if not equal[name]:
                     result.verdicts.append(f"{case.name}: the results under {name} are DIFFERENT bits")

@@ -455,7 +455,7 @@ def test_the_script_runs_all_chunks_behind_a_prefix_with_each_optimisation_alone
             self.tables = "embed" in params["layers"][cfg.engram_layer_ids[0]]["engram"]
             self.replay, self.topk = batch.replay, kernel.topk_pallas.__name__
 
-        def compile(self):
+        def compile(self, compiler_options):
             return self
 
         def __call__(self, params, cache, batch):
@@ -486,7 +486,7 @@ def test_a_step_that_fails_is_a_row_with_its_error(script, monkeypatch):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(bench_steps, "random_cache", fails)
-    monkeypatch.setattr(bench_steps, "compile_apart", lambda lowerings: dict.fromkeys(lowerings))
+    monkeypatch.setattr(bench_steps, "compile_apart", lambda lowerings, _: dict.fromkeys(lowerings))
     results = script("--decode=1x1x40", "--prefill=64", "--rounds=1", "--replay=exact")
     assert results.keys() == {"forward", "prefill"}
     for result in results.values():

@@ -117,18 +117,26 @@ def prefill_chunks(cfg: ModelConfig, new: int, cached: int, chunk: int) -> list[
     ]
 
 
-def compile_apart(lowerings: Mapping[Any, Callable[[], jax.stages.Lowered]]) -> dict[Any, Any]:
+def compile_apart(
+    lowerings: Mapping[Any, Callable[[], jax.stages.Lowered]],
+    options: Mapping[Any, Mapping[str, str | int | bool]] = {},
+) -> dict[Any, Any]:
     """Each program, or the exception that its lowering or compilation raised.
 
     Lowered one after the other, always in the same order: a persistent cache finds programs with kernels by it.
+
+    Args:
+      options: what overrides `step_flags.STEP_OPTIONS` for some of the keys.
     """
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        futures = {key: pool.submit(_compiled, caught(lower)) for key, lower in lowerings.items()}
+        futures = {key: pool.submit(_compiled, caught(lower), options.get(key)) for key, lower in lowerings.items()}
         return {key: future.result() for key, future in futures.items()}
 
 
-def _compiled(lowered: jax.stages.Lowered | Exception) -> Any:
-    return lowered if isinstance(lowered, Exception) else caught(lowered.compile)
+def _compiled(lowered: jax.stages.Lowered | Exception, options: Mapping[str, str | int | bool] | None) -> Any:
+    if isinstance(lowered, Exception):
+        return lowered
+    return caught(functools.partial(lowered.compile, compiler_options=dict(options) if options else None))
 
 
 def caught(function: Callable[[], Any]) -> Any:
@@ -185,11 +193,16 @@ def _on_device(batch: StepBatch) -> StepBatch:
 def profile_step(
     program: Any, params: Params, cache: Cache, batch: StepBatch, steps: int = 3, devices: int = 1
 ) -> Profile:
-    """Time per stage, averaged over some steps and the devices; the program is one without command buffers.
+    """Time per stage, averaged over some steps and the devices.
+
+    Args:
+      program: compiled with `step_flags.KERNEL_BY_KERNEL`, or the exception of that, which is raised.
 
     Raises:
       RuntimeError: the runs of the step cannot be told apart in the trace.
     """
+    if isinstance(program, Exception):
+        raise program
     batch, text = _on_device(batch), program.as_text()
     cache, output = program(params, cache, batch)
     jax.block_until_ready((cache, output))
