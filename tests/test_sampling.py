@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from dsv4jax import sampling
+from dsv4jax import branching, sampling
 from dsv4jax.sampling import sampling_params
 from dsv4jax.sampling_settings import RequestSampling
 
@@ -306,7 +306,7 @@ def test_what_is_computed_whether_needed_or_not_is_the_same(monkeypatch):
 
     batches = ([0, 1, 2], [0, 0, 0], [2, 2, 0])
     by_branch = [run(some) for some in batches]
-    monkeypatch.setattr(sampling.lax, "platform_dependent", lambda *args, default, cuda: cuda(*args))
+    monkeypatch.setattr(branching.lax, "platform_dependent", lambda *args, default, cuda: cuda(*args))
     for some, want in zip(batches, by_branch, strict=True):
         for got, expected in zip(jax.tree.leaves(run(some)), jax.tree.leaves(want), strict=True):
             np.testing.assert_array_equal(got, expected)
