@@ -352,7 +352,10 @@ def with_logprobs(
     def none():
         return jnp.zeros_like(wanted, jnp.int32), jnp.zeros_like(wanted, jnp.float32)
 
-    top_tokens, top_logprobs = where_needed(jnp.any(wanted), lambda: _top_logprobs(logits, log_total), none)
+    def top():
+        return _top_logprobs(logits, log_total, jnp.any(wanted, axis=-1))
+
+    top_tokens, top_logprobs = where_needed(jnp.any(wanted), top, none)
     return Sampled(
         tokens=jnp.where(valid, tokens, 0),
         logprobs=jnp.where(valid, logprobs, 0.0),
@@ -371,7 +374,7 @@ def prompt_logprobs(
     log_total = log_totals(logits)
     present = targets >= 0
     logprobs = _logprobs_of(jnp.maximum(targets, 0), logits, log_total)
-    top = _top_logprobs(logits, log_total)
+    top = _top_logprobs(logits, log_total, present)
     return jnp.where(present, logprobs, 0.0), *(jnp.where(present[:, None], values, 0) for values in top)
 
 
@@ -388,10 +391,15 @@ def _logprobs_of(
 
 
 def _top_logprobs(
-    logits: Float32[Array, "*rows vocab"], log_total: Float32[Array, "*rows"]
+    logits: Float32[Array, "*rows vocab"], log_total: Float32[Array, "*rows"], wanted: Bool[Array, "*rows"]
 ) -> tuple[Int32[Array, "*rows 20"], Float32[Array, "*rows 20"]]:
-    """The most probable tokens, best first, ties to the smaller id; token 0 and -inf where there are no more."""
-    ids = topk(logits.reshape(-1, logits.shape[-1]), MAX_TOP_LOGPROBS).reshape(*logits.shape[:-1], MAX_TOP_LOGPROBS)
+    """The most probable tokens, best first, ties to the smaller id; token 0 and -inf where there are no more.
+
+    Rows that are not wanted have none; the kernel reads the first eighth of them.
+    """
+    vocab = logits.shape[-1]
+    lengths = jnp.where(wanted, vocab, 0).reshape(-1)
+    ids = topk(logits.reshape(-1, vocab), MAX_TOP_LOGPROBS, lengths).reshape(*wanted.shape, MAX_TOP_LOGPROBS)
     values = jnp.take_along_axis(logits, jnp.maximum(ids, 0), axis=-1)
     order = jnp.argsort(jnp.where(ids < 0, jnp.inf, -values), axis=-1, stable=True)
     ids, values = (jnp.take_along_axis(a, order, axis=-1) for a in (ids, values))
