@@ -13,24 +13,24 @@ A rejected draft is thus never counted and nothing has to be undone.
 
 Nothing depends on the batch a request is in: its noise comes from its own seed and the position of the token
 being sampled, its filters from its own logits. On a CPU, noise, filters and top log-probabilities cost nothing when no
-request of the batch uses them; on a GPU they are always computed (see `where_needed`). The bits of the allowed tokens
-are read in the same pass as the penalties' rows, of whose bytes they are a fiftieth. No setting changes a shape, so
-none recompiles.
+request of the batch uses them; on a GPU they are always computed (see `where_needed`), but for the cut of top_k and
+top_p, which a kernel looks for in the rows that ask for one. The bits of the allowed tokens are read in the same pass
+as the penalties' rows, of whose bytes they are a fiftieth. No setting changes a shape, so none recompiles.
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
+from dsv4jax.branching import where_needed
 from dsv4jax.quant import ceil_div
 from dsv4jax.sampling_settings import MAX_TOP_LOGPROBS, SETTINGS_ROW, RequestSampling, check_integer, check_number
+from pallas_kernels.sampling_cut import sampling_cut
 from pallas_kernels.topk import topk
 
 _FLOAT32 = np.finfo(np.float32)
@@ -291,6 +291,7 @@ def sample(
     tokens: Int32[Array, "requests tokens"],
     positions: Int32[Array, "requests tokens"],
     valid: Bool[Array, "requests tokens"],
+    implementation: str = "reference",
 ) -> Sampled:
     """Chooses the token that follows each input token.
 
@@ -301,6 +302,7 @@ def sample(
       slots: cache slot of each request, distinct; >= number of slots for a padded row.
       tokens, positions: the step's inputs, consecutive positions; prefill passes its last token only.
       valid: False for padding. Values of `tokens` and `positions` there are ignored.
+      implementation: of `sampling_cut`, "reference" or "pallas"; the tokens are the same.
 
     The rules, per row: bias, penalties and allowed tokens (`adjusted_logits`); then the best token if the
     temperature is 0, otherwise temperature, the top_k best, of these the shortest list of best tokens that holds
@@ -308,7 +310,7 @@ def sample(
     and a Gumbel-max draw. Its noise has the threefry key "request's seed, folded with the position of the token
     being chosen", so a seeded request gets the same tokens from the same logits in any batch, slot, bucket
     or split into steps. Equal logits rank by token id, smaller first. top_p adds probabilities up in
-    integers, as multiples of about 2^-30, so that no order of summation can move its cut.
+    integers, as multiples of at most 2^-26, so that no order of summation can move its cut.
 
     Log-probabilities are natural logs of the softmax of the unchanged `logits`; that of the chosen token is
     returned whatever top_logprobs says, and equals its entry among the best bit for bit. Of `top_tokens` and
@@ -321,7 +323,8 @@ def sample(
     Rows that are not valid: token 0, log-probability 0.
     """
     adjusted = adjusted_logits(logits, state, params, slots, tokens, positions, valid)
-    chosen = choose_tokens(adjusted, valid & draws_at_random(params)[:, None], params, positions)
+    random = valid & draws_at_random(params)[:, None]
+    chosen = choose_tokens(adjusted, random, params, positions, implementation)
     best = jnp.take_along_axis(adjusted, chosen[..., None], axis=-1)[..., 0]
     log_total = log_totals(logits)
     defined = jnp.isfinite(log_total) & (best > -jnp.inf)
@@ -349,7 +352,10 @@ def with_logprobs(
     def none():
         return jnp.zeros_like(wanted, jnp.int32), jnp.zeros_like(wanted, jnp.float32)
 
-    top_tokens, top_logprobs = where_needed(jnp.any(wanted), lambda: _top_logprobs(logits, log_total), none)
+    def top():
+        return _top_logprobs(logits, log_total, jnp.any(wanted, axis=-1))
+
+    top_tokens, top_logprobs = where_needed(jnp.any(wanted), top, none)
     return Sampled(
         tokens=jnp.where(valid, tokens, 0),
         logprobs=jnp.where(valid, logprobs, 0.0),
@@ -368,7 +374,7 @@ def prompt_logprobs(
     log_total = log_totals(logits)
     present = targets >= 0
     logprobs = _logprobs_of(jnp.maximum(targets, 0), logits, log_total)
-    top = _top_logprobs(logits, log_total)
+    top = _top_logprobs(logits, log_total, present)
     return jnp.where(present, logprobs, 0.0), *(jnp.where(present[:, None], values, 0) for values in top)
 
 
@@ -385,10 +391,15 @@ def _logprobs_of(
 
 
 def _top_logprobs(
-    logits: Float32[Array, "*rows vocab"], log_total: Float32[Array, "*rows"]
+    logits: Float32[Array, "*rows vocab"], log_total: Float32[Array, "*rows"], wanted: Bool[Array, "*rows"]
 ) -> tuple[Int32[Array, "*rows 20"], Float32[Array, "*rows 20"]]:
-    """The most probable tokens, best first, ties to the smaller id; token 0 and -inf where there are no more."""
-    ids = topk(logits.reshape(-1, logits.shape[-1]), MAX_TOP_LOGPROBS).reshape(*logits.shape[:-1], MAX_TOP_LOGPROBS)
+    """The most probable tokens, best first, ties to the smaller id; token 0 and -inf where there are no more.
+
+    Rows that are not wanted have none; the kernel reads the first eighth of them.
+    """
+    vocab = logits.shape[-1]
+    lengths = jnp.where(wanted, vocab, 0).reshape(-1)
+    ids = topk(logits.reshape(-1, vocab), MAX_TOP_LOGPROBS, lengths).reshape(*wanted.shape, MAX_TOP_LOGPROBS)
     values = jnp.take_along_axis(logits, jnp.maximum(ids, 0), axis=-1)
     order = jnp.argsort(jnp.where(ids < 0, jnp.inf, -values), axis=-1, stable=True)
     ids, values = (jnp.take_along_axis(a, order, axis=-1) for a in (ids, values))
@@ -406,31 +417,16 @@ def choose_tokens(
     random: Bool[Array, "requests tokens"],
     params: SamplingParams,
     positions: Int32[Array, "requests tokens"],
+    implementation: str = "reference",
 ) -> Int32[Array, "requests tokens"]:
     """Filters and draws in the rows where `random` holds, takes the best token in the others."""
 
     def draw():
-        scores = filtered_logits(adjusted, random, params)
+        scores = filtered_logits(adjusted, random, params, implementation)
         noise = gumbel_noise(params, positions + 1, adjusted.shape[-1])
         return jnp.argmax(jnp.where(random[..., None], scores + noise, scores), axis=-1)
 
     return where_needed(jnp.any(random), draw, lambda: jnp.argmax(adjusted, axis=-1)).astype(jnp.int32)
-
-
-def where_needed(needed: Bool[Array, ""], compute: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    """compute() if `needed`, else otherwise(): arrays of the same shapes.
-
-    On a GPU both are computed. There the host decides a conditional: it waits until the device has come that far, and
-    could not send the next step meanwhile.
-    """
-
-    def by_branch():
-        return lax.cond(needed, compute, otherwise)
-
-    def by_choice():
-        return jax.tree.map(lambda a, b: jnp.where(needed, a, b), compute(), otherwise())
-
-    return lax.platform_dependent(default=by_branch, cuda=by_choice)
 
 
 def gumbel_noise(
@@ -451,95 +447,29 @@ def noise_key(seed: UInt32[Array, "2"], position: Int32[Array, ""]) -> Array:
 
 
 def filtered_logits(
-    adjusted: Float32[Array, "requests tokens vocab"], random: Bool[Array, "requests tokens"], params: SamplingParams
+    adjusted: Float32[Array, "requests tokens vocab"],
+    random: Bool[Array, "requests tokens"],
+    params: SamplingParams,
+    implementation: str = "reference",
 ) -> Float32[Array, "requests tokens vocab"]:
     """Logits whose softmax is the distribution that `sample` draws from; those of the best token are 0.
 
     Tokens that a filter excludes have -inf. Rows in which `random` is False stay as they are.
+
+    Args:
+      implementation: of `sampling_cut`.
     """
     vocab = adjusted.shape[-1]
+    best = jnp.max(adjusted, axis=-1)
+    settings = (jnp.broadcast_to(a[:, None], random.shape) for a in (params.temperature, params.top_k, params.top_p))
+    per_row = (a.reshape(-1) for a in (best, random, *settings))
+    cut = sampling_cut(adjusted.reshape(-1, vocab), *per_row, implementation=implementation)
+    last, last_id = (a.reshape(*random.shape, 1) for a in cut)
+    kept = (adjusted > last) | ((adjusted == last) & (jnp.arange(vocab) <= last_id))
     random = random[..., None]
     # Distance below the best token in units of the temperature: exp(-distance) is the probability relative to
     # the best. Subtracting first keeps a tiny temperature finite.
     temperature = jnp.where(random, params.temperature[:, None, None], 1.0)
-    distance = (jnp.max(adjusted, axis=-1, keepdims=True) - adjusted) / temperature
-    rank = _descending_rank(adjusted)
-
-    everything = (jnp.full_like(rank[..., :1], 2**32 - 1), jnp.full_like(rank[..., :1], vocab))
-    top_k = jnp.broadcast_to(params.top_k[:, None, None], random.shape)
-    limited = random & (top_k > 0) & (top_k < vocab)
-    first_k = where_needed(
-        jnp.any(limited),
-        lambda: _shortest_prefix(rank, jnp.ones_like(rank, jnp.int32), jnp.where(limited, top_k, vocab)),
-        lambda: everything,
-    )
-    kept = _in_prefix(rank, first_k)
-
-    top_p = jnp.broadcast_to(params.top_p[:, None, None], random.shape)
-    nucleus = random & (top_p < 1)
-
-    def first_p():
-        weight = jnp.where(kept, jnp.exp(-distance), 0.0)
-        # A power of two near the sum, so that the scaled sum is at most about 1.5 * 2^30.
-        scale = 2.0**30 / lax.reduce_precision(jnp.sum(weight, -1, keepdims=True), exponent_bits=8, mantissa_bits=0)
-        weight = jnp.round(weight * scale).astype(jnp.int32)
-        total = jnp.sum(weight, axis=-1, keepdims=True)
-        share = jnp.ceil(top_p * total.astype(jnp.float32)).astype(jnp.int32)
-        last_rank, last_id = _shortest_prefix(rank, weight, jnp.clip(share, 1, total))
-        return jnp.where(nucleus, last_rank, everything[0]), jnp.where(nucleus, last_id, everything[1])
-
-    kept &= _in_prefix(rank, where_needed(jnp.any(nucleus), first_p, lambda: everything))
+    distance = (best[..., None] - adjusted) / temperature
     kept &= distance <= -jnp.log(params.min_p)[:, None, None]
     return jnp.where(random, jnp.where(kept, -distance, -jnp.inf), adjusted)
-
-
-def _descending_rank(values: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Integers that order like the values, from the largest down; equal values (also 0 and -0) share one."""
-    bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)
-    return lax.bitcast_convert_type(jnp.where(bits >= 0, bits ^ 0x7FFFFFFF, bits), jnp.uint32)
-
-
-def _shortest_prefix(
-    rank: UInt32[Array, "requests tokens vocab"],
-    weight: Int32[Array, "requests tokens vocab"],
-    required: Int32[Array, "requests tokens 1"],
-) -> tuple[UInt32[Array, "requests tokens 1"], UInt32[Array, "requests tokens 1"]]:
-    """Last (rank, token id) of the shortest list of tokens, by rank then id, whose weights reach `required`.
-
-    Weights are >= 0; a row's sum is at least `required` >= 1 and below 2^31. Finds the answer two bits at a
-    time by 16 passes over the row, 9 more where ties must be broken: for 384 rows of 129280 a third of the
-    time of a sort on an H200.
-    """
-    vocab = rank.shape[-1]
-    ids = jnp.arange(vocab, dtype=jnp.uint32)
-
-    def lacks(inside: Bool[Array, "requests tokens vocab"]) -> Bool[Array, "requests tokens 1"]:
-        return jnp.sum(jnp.where(inside, weight, 0), axis=-1, keepdims=True) < required
-
-    def largest(bits: int, lacks_below: Callable) -> UInt32[Array, "requests tokens 1"]:
-        """Largest bound for which lacks_below(bound) holds; it holds for 0 and, once false, stays false."""
-        digits = (bits + 1) // 2
-
-        def step(i, bound):
-            shift = (2 * (digits - 1 - i)).astype(jnp.uint32)
-            digit = sum(lacks_below(bound | (jnp.uint32(d) << shift)).astype(jnp.uint32) for d in (1, 2, 3))
-            return bound | (digit << shift)
-
-        return lax.fori_loop(0, digits, step, jnp.zeros_like(required, jnp.uint32))
-
-    last_rank = largest(32, lambda bound: lacks(rank < bound))
-    tied = rank == last_rank
-    last_id = where_needed(
-        jnp.any(jnp.sum(tied, axis=-1) > 1),
-        lambda: largest((vocab - 1).bit_length(), lambda bound: lacks((rank < last_rank) | (tied & (ids < bound)))),
-        lambda: jnp.full_like(required, vocab, jnp.uint32),
-    )
-    return last_rank, last_id
-
-
-def _in_prefix(
-    rank: UInt32[Array, "requests tokens vocab"],
-    last: tuple[UInt32[Array, "requests tokens 1"], UInt32[Array, "requests tokens 1"]],
-) -> Bool[Array, "requests tokens vocab"]:
-    last_rank, last_id = last
-    return (rank < last_rank) | ((rank == last_rank) & (jnp.arange(rank.shape[-1], dtype=jnp.uint32) <= last_id))

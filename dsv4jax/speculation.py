@@ -188,6 +188,7 @@ def speculative_step(
             method=method,
             pause_tokens=batch.pause_tokens,
             forced_acceptance=None if forced is None else forced[: batch.tile - 1],
+            implementation=numerics.implementation,
         )
         state = keep_next_tokens(state, run.slots, verified.tokens, verified.emitted)
         chosen = jnp.where(active, verified.accepted + 1, 0)

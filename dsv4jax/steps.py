@@ -122,7 +122,14 @@ def _prefill(
     tokens = batch.tokens[jnp.clip(batch.offsets + batch.lengths - 1, 0, batch.tokens.shape[0] - 1)]
     valid = (batch.lengths > 0) & (batch.slots < cache.num_slots)
     sampled = sample(
-        logits, cache.sampling, batch.sampling, batch.slots, tokens[:, None], last[:, None], valid[:, None]
+        logits,
+        cache.sampling,
+        batch.sampling,
+        batch.slots,
+        tokens[:, None],
+        last[:, None],
+        valid[:, None],
+        numerics.implementation,
     )
     # Without tokens in the decoder half the logits may be those of another request, undefined ones too.
     own = out.layout.ends > out.layout.starts
@@ -187,7 +194,7 @@ def _decode(
     tokens, positions, valid = (a.reshape(shape) for a in (batch.tokens, out.layout.positions, out.layout.valid))
     state = commit_tokens(cache.sampling, batch.slots, batch.starts)
     state = record_tokens(state, batch.slots, tokens, positions, valid)
-    sampled = sample(logits, state, batch.sampling, batch.slots, tokens, positions, valid)
+    sampled = sample(logits, state, batch.sampling, batch.slots, tokens, positions, valid, numerics.implementation)
     state = keep_next_tokens(state, batch.slots, sampled.tokens, valid)
     cache = out.cache.replace(sampling=state).without_drafts(batch.slots, batch.starts + batch.lengths)
     return (cache, _step_output(sampled, logits, out, collect)), out.expert_load

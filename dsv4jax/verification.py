@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from dsv4jax.branching import where_needed
 from dsv4jax.sampling import (
     SamplingParams,
     SamplingState,
@@ -37,7 +38,6 @@ from dsv4jax.sampling import (
     gumbel_noise,
     log_totals,
     noise_key,
-    where_needed,
     with_logprobs,
 )
 
@@ -106,6 +106,7 @@ def verify(
     method: Method = "rejection",
     pause_tokens: Int32[Array, "requests pauses"] | None = None,
     forced_acceptance: Float[Array, "drafts"] | None = None,
+    implementation: str = "reference",
 ) -> Verified:
     """Accepts a prefix of each request's drafts and chooses the token that follows it.
 
@@ -124,6 +125,7 @@ def verify(
       forced_acceptance: synthetic acceptance for benchmarks, the output is then not the model's: draft j is accepted
         with this probability if those before it are. All that `verify` computes otherwise is computed all the same. An
         array with a negative entry forces nothing.
+      implementation: as in `sample`.
 
     Every row has the filters and penalties that `sample` would apply, with the drafts before it counted as generated.
     A row whose logits or allowed tokens leave nothing to choose from (see `sample`) ends the accepted prefix: its
@@ -155,11 +157,11 @@ def verify(
     uniform = _uniform_noise(_in_round(params, positions[:, 0], _ACCEPT), positions[:, :-1])
     block = _Block(drafts, verifiable, uniform, forced_acceptance)
     if draft_logits is None:
-        accepted, following = _where_equal(block, choose_tokens(adjusted, random, params, positions))
+        accepted, following = _where_equal(block, choose_tokens(adjusted, random, params, positions, implementation))
     else:
         accepted, following = where_needed(
             jnp.any(random),
-            lambda: _at_random(block, adjusted, draft_logits, random, params, positions, method),
+            lambda: _at_random(block, adjusted, draft_logits, random, params, positions, method, implementation),
             lambda: _where_equal(block, jnp.argmax(adjusted, axis=-1).astype(jnp.int32)),
         )
 
@@ -215,10 +217,12 @@ def _at_random(
     params: SamplingParams,
     positions: Int32[Array, "requests tokens"],
     method: Method,
+    implementation: str,
 ) -> tuple[Int32[Array, "requests"], Int32[Array, "requests"]]:
     """Drafts that stand by `method`, for greedy requests by comparison, and the token after them."""
     drafts = block.drafts
-    scores, draft_scores = filtered_logits(adjusted, random, params), _tempered(draft_logits, params)
+    scores = filtered_logits(adjusted, random, params, implementation)
+    draft_scores = _tempered(draft_logits, params)
     totals, draft_totals = jax.nn.logsumexp(scores, axis=-1), jax.nn.logsumexp(draft_scores, axis=-1)
     considered = block.verifiable & (jnp.isfinite(draft_totals) | ~random[:, :1])
     counts = _prefix_length(considered)

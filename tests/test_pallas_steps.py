@@ -58,6 +58,10 @@ def test_the_steps_lower_for_hopper(step, numerics):
         # Records of the caches are written by kernels, in place.
         scatters = re.findall(r"stablehlo\.scatter.*?\}\) : \((tensor<[^>]*>)", text, re.DOTALL)
         assert scatters and not [kind for kind in scatters if "ui8" in kind]
+        # Nothing is sorted or bisected over the vocabulary.
+        sorts = re.findall(r"stablehlo\.sort.*?\}\) : \((tensor<[^>]*>)", text, re.DOTALL)
+        assert sorts and not [kind for kind in sorts if str(CFG.vocab_size) in kind]
+        assert "stablehlo.while" not in text
 
 
 def test_a_step_over_two_devices_lowers_for_hopper():

@@ -350,7 +350,7 @@ MISTAKES = {
     "takes drafts for argmax": ("_excess", residual_is(target_without_best_draft)),
     "penalties": ("adjusted_logits", penalties_without_accepted_tokens),
     "masks": ("adjusted_logits", without_masks),
-    "filters": ("filtered_logits", lambda right: lambda adjusted, random, params: adjusted),
+    "filters": ("filtered_logits", lambda right: lambda adjusted, *_: adjusted),
     "temperature of drafts": ("_tempered", temperature_of_drafts_is_1),
     "noise of drafts": ("gumbel_noise", noise_of_drafts),
     "residual without weight": ("_excess", lambda right: lambda *rows: right(*rows[:-1], jnp.ones_like(rows[-1]))),

@@ -10,31 +10,24 @@ from typing import Any
 from pallas_kernels.topk.simt import WARP
 
 COUNTERS = 8
-"""Elements of `Buffer.counters`."""
+"""Elements of `Scratch.counters`."""
 _DIGIT, _ABOVE, _INSIDE = 3, 4, 5
-"""Uses of `Buffer.counters` beside the first three, which count the candidates of consecutive tiles."""
+"""Uses of `Scratch.counters` here; the others are the caller's."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Buffer:
-    """Candidates and scratch in shared memory."""
+class Scratch:
+    """Shared memory."""
 
-    scores: Any
-    """u32 [capacity]: bits of the scores."""
-    indices: Any
-    """u32 [capacity]"""
     histogram: Any
-    """u32 [threads + 1], zero between uses."""
+    """u32 [threads] or more, zero between uses."""
     warps: Any
     """u32 [64]: one value per warp, twice."""
     counters: Any
-    """u32 [COUNTERS]; the first three start at zero."""
-    capacity: int
-    """Candidates it can hold: at least 2 k more than a part of a tile has scores (see `select.append_large`), and k for
-    each block of a cluster; a multiple of the number of threads."""
+    """u32 [COUNTERS]"""
 
 
-def kth_largest(m, buffer: Buffer, each: Callable, need, slack):
+def kth_largest(m, scratch: Scratch, each: Callable, need, slack):
     """Finds where the `need`-th largest value lies, digit by digit.
 
     Args:
@@ -43,7 +36,7 @@ def kth_largest(m, buffer: Buffer, each: Callable, need, slack):
     Returns (low, need, inside): of the `inside` values in the last digit, which starts at `low`, `need` belong to the
     largest ones. Either there are at most `slack` more than that, or they are all equal to `low`.
     """
-    low, high = extremes(m, buffer, each)
+    low, high = extremes(m, scratch, each)
 
     def unresolved(low, span, need, inside):
         return (inside > need + slack) & (span != 0)
@@ -54,23 +47,23 @@ def kth_largest(m, buffer: Buffer, each: Callable, need, slack):
         def count(value):
             distance = value - low
             with m.when(distance <= span):
-                m.atomic_add(buffer.histogram, distance >> shift, m.u32(1))
+                m.atomic_add(scratch.histogram, distance >> shift, m.u32(1))
             return []
 
         each(count, [])
         m.sync()
         digit = m.u32(m.threads - 1) - m.tid
-        size = m.load(buffer.histogram, digit)
-        m.store(buffer.histogram, digit, m.u32(0))
-        above = exclusive_sum(m, buffer, size)
+        size = m.load(scratch.histogram, digit)
+        m.store(scratch.histogram, digit, m.u32(0))
+        above = exclusive_sum(m, scratch, size)
         with m.when((above < need) & (need <= above + size)):
-            m.store(buffer.counters, _DIGIT, digit)
-            m.store(buffer.counters, _ABOVE, above)
-            m.store(buffer.counters, _INSIDE, size)
+            m.store(scratch.counters, _DIGIT, digit)
+            m.store(scratch.counters, _ABOVE, above)
+            m.store(scratch.counters, _INSIDE, size)
         m.sync()
-        low = low + (m.load(buffer.counters, _DIGIT) << shift)
-        need = need - m.load(buffer.counters, _ABOVE)
-        return [low, (m.u32(1) << shift) - 1, need, m.load(buffer.counters, _INSIDE)]
+        low = low + (m.load(scratch.counters, _DIGIT) << shift)
+        need = need - m.load(scratch.counters, _ABOVE)
+        return [low, (m.u32(1) << shift) - 1, need, m.load(scratch.counters, _INSIDE)]
 
     low, _, need, inside = m.while_loop(unresolved, next_digit, [low, high - low, need, m.u32(0xFFFFFFFF)])
     return low, need, inside
@@ -90,18 +83,18 @@ def _inclusive_sum(m, x):
     return x
 
 
-def exclusive_sum(m, buffer: Buffer, x):
+def exclusive_sum(m, scratch: Scratch, x):
     """Sum of x over the threads before this one."""
     inclusive = _inclusive_sum(m, x)
     with m.when(m.lane == WARP - 1):
-        m.store(buffer.warps, m.warp, inclusive)
+        m.store(scratch.warps, m.warp, inclusive)
     m.sync()
-    total = m.load(buffer.warps, m.lane)
+    total = m.load(scratch.warps, m.lane)
     before = m.reduce(m.where(m.lane < m.warp, total, m.u32(0)), "add")
     return before + inclusive - x
 
 
-def extremes(m, buffer: Buffer, each: Callable):
+def extremes(m, scratch: Scratch, each: Callable):
     """Smallest and largest value of the block."""
 
     def both(x, low, high):
@@ -110,10 +103,11 @@ def extremes(m, buffer: Buffer, each: Callable):
     low, high = each(both, [m.u32(0xFFFFFFFF), m.u32(0)])
     low, high = m.reduce(low, "umin"), m.reduce(high, "umax")
     with m.when(m.lane == 0):
-        m.store(buffer.warps, m.warp, low)
-        m.store(buffer.warps, m.warp + WARP, high)
+        m.store(scratch.warps, m.warp, low)
+        m.store(scratch.warps, m.warp + WARP, high)
     m.sync()
     existing = m.lane < m.threads // WARP
-    low = m.where(existing, m.load(buffer.warps, m.lane), m.u32(0xFFFFFFFF))
-    high = m.where(existing, m.load(buffer.warps, m.lane + WARP), m.u32(0))
+    low = m.where(existing, m.load(scratch.warps, m.lane), m.u32(0xFFFFFFFF))
+    high = m.where(existing, m.load(scratch.warps, m.lane + WARP), m.u32(0))
+    m.sync()  # the next call may store before others have loaded
     return m.reduce(low, "umin"), m.reduce(high, "umax")

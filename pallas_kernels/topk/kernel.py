@@ -200,7 +200,8 @@ _F32 = plgpu.ShapeDtypeStruct((), jnp.float32, layout=_SCALAR)
 
 
 def _buffer(tiling: Tiling, scratch) -> select.Buffer:
-    return select.Buffer(*map(simt.array, scratch), capacity=tiling.capacity)
+    candidates, indices, *rest = map(simt.array, scratch)
+    return select.Buffer(*rest, scores=candidates, indices=indices, capacity=tiling.capacity)
 
 
 def _setup(threads, tiling, *scratch):

@@ -9,14 +9,17 @@ order only means that the buffer is trimmed more often.
 All functions are per-thread code for a `Machine`; every thread of the block calls them.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 from pallas_kernels.topk import block
-from pallas_kernels.topk.block import COUNTERS, Buffer
+from pallas_kernels.topk.block import COUNTERS
 
 _KEPT, _TOTAL = 6, 7
-"""Uses of `Buffer.counters` beside those of `block`."""
+"""Uses of `Buffer.counters` beside those of `block` and the first three, which count the candidates of consecutive
+tiles."""
 _GROUPS = 1024
 """The first threshold of a row comes from the maxima of about this many groups of scores, or of twice k if more."""
 _TOGETHER = 8
@@ -26,6 +29,20 @@ _FEW = 4
 
 _NEGATIVE_INFINITY_KEY = 0x007FFFFF
 _NEGATIVE_ZERO_KEY = 0x7FFFFFFF
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer(block.Scratch):
+    """Candidates and scratch in shared memory; the histogram has threads + 1 elements, the first three counters start
+    at zero."""
+
+    scores: Any
+    """u32 [capacity]: bits of the scores."""
+    indices: Any
+    """u32 [capacity]"""
+    capacity: int
+    """Candidates it can hold: at least 2 k more than a part of a tile has scores (see `append_large`), and k for each
+    block of a cluster; a multiple of the number of threads."""
 
 
 def initialise(m, buffer: Buffer) -> None:
