@@ -6,9 +6,9 @@ from unittest import mock
 
 import jax
 import pytest
-from bench_scripts import run_script
+from bench_scripts import load_script, run_script
 
-from dsv4jax.bench.results.result import load
+from dsv4jax.bench.results.result import Result, load
 from pallas_kernels.timing import Case
 
 
@@ -75,3 +75,24 @@ def test_startups_are_reported_by_phase_with_repeats_in_one_table(tmp_path):
     }  # fmt: skip
     assert result.conditions["environment"] == {"target": "cpu"}
     assert "From the start to the first token" in (tmp_path / "startup.html").read_text()
+    assert "loaded, checkpoint, cold: the first token after 4.0 s with 0 GB of weights, 0.00 s of compilation" in (
+        result.verdicts
+    )
+    assert any(line.startswith("loaded, snapshot, warm: goal") and "not judged" in line for line in result.verdicts)
+
+
+@pytest.mark.parametrize(
+    ("total", "compilations", "rate", "judged"),
+    [
+        (19.0, 0, 6e9, "met; a plain read of the weights takes 10.0 s"),
+        (19.0, 1, 6e9, "not met; "),
+        (21.0, 0, 6e9, "not met; "),
+        (40.0, 0, 2e9, "not met, the disk does not allow it; a plain read of the weights takes 30.0 s"),
+    ],
+)
+def test_startups_are_judged_by_their_goal_and_the_disk(total, compilations, rate, judged):
+    row = {"name": "loaded, snapshot, cold", "total": total, "compilations": compilations, "compile_seconds": 0.0}
+    reads = [{"state": "cold", "bytes_per_second": rate}]
+    result = Result("startup", {}, rows={"startups": [row], "reads": reads})
+    line = load_script("bench_startup")[0].verdicts(result, 60_000_000_000)[-1]
+    assert f"under 20 s for 60 GB, none compiled: {judged}" in line

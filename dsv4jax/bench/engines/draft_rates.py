@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Float32, Int32
 from scipy import special
 
-from dsv4jax.bench.engines.system import Sizes, System, decode_together, model_system, simulated_system
+from dsv4jax.bench.engines.system import Sizes, System, decode_together, finish_prefill, model_system, simulated_system
+from dsv4jax.bench.steps.drafts import expected_tokens
 from dsv4jax.config import ModelConfig
 from dsv4jax.engine.draft_room import DecodeTimes, DraftRoom
 from dsv4jax.engine.plan import StepPlan
@@ -138,7 +139,7 @@ def device_rates(
         executor = system.empty_executor()
         times = executor.measure_costs()
         executor.set_costs(times)
-        rows = [_rate(system, times, drafts, steps) for drafts in (0, *fixed, None)]
+        rows = [_rate(system, times, drafts, steps, law[: max(fixed)]) for drafts in (0, *fixed, None)]
     finally:
         system.close()
     return _with_best(rows)
@@ -191,8 +192,17 @@ def _policy(requests: int) -> dict[str, Any]:
     return {"max_admissions": requests, "prefix_cache": False}
 
 
-def _rate(system: System, times: Sequence[DecodeTimes], drafts: int | None, steps: int) -> dict[str, Any]:
-    """The rate of requests that all want so many drafts, or None as many as pay."""
+def _rate(
+    system: System,
+    times: Sequence[DecodeTimes],
+    drafts: int | None,
+    steps: int,
+    law: Float32[np.ndarray, " drafts"] | None = None,
+) -> dict[str, Any]:
+    """The rate of requests that all want so many drafts, or None as many as pay.
+
+    Given the law that all drafts have at all times, the tokens that count are those it gives on average.
+    """
     cfg = system.config
     room = DraftRoom(times, cfg.slots, cfg.ranks)
     engine, executor = system.engine(scheduler=functools.partial(Scheduler, room=room))
@@ -200,13 +210,20 @@ def _rate(system: System, times: Sequence[DecodeTimes], drafts: int | None, step
     for i in range(count):
         sampling, prompt = RequestSampling(temperature=0.0, seed=i), system.prompt(i, tokens=_PROMPT)
         engine.submit(GenerationRequest(f"r{i}", prompt, end, sampling=sampling, ignore_eos=True, drafts=drafts))
-    seconds, records = decode_together(engine, executor, count, _SETTLING, steps)
+    finish_prefill(engine)
+    for _ in range(_SETTLING):
+        engine.step()
+    before = engine.stats().drafts.verified
+    seconds, records = decode_together(engine, executor, count, 0, steps)
     tokens = sum(record.output_tokens for record in records[-steps:]) / steps
+    verified = np.subtract(engine.stats().drafts.verified, before)
+    expected = tokens if law is None else expected_tokens(law, count, verified, steps)
     return {
         "drafts": "adaptive" if drafts is None else str(drafts),
         "milliseconds": seconds * 1e3,
         "tokens_per_request": tokens / count,
-        "tokens_per_second": tokens / seconds,
+        "expected_tokens": expected / count,
+        "tokens_per_second": expected / seconds,
     }
 
 

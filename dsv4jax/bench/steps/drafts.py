@@ -42,6 +42,8 @@ class SpeculativeRun:
     seconds: float
     tokens: float
     """Chosen, of all requests."""
+    expected_tokens: float | None
+    """As many as the law of acceptance gives on average for the drafts that were verified; None without a law."""
     verified: float
     """Drafts, of all requests."""
     statistics: DraftStatistics
@@ -135,7 +137,14 @@ class DraftCase:
         # As if all were requests of one step.
         confidences, verified, counts = map(np.concatenate, zip(*jax.device_get(outputs[_WARM_UP:]), strict=True))
         statistics = _step_statistics(confidences, verified, counts - 1, counts > 0)
-        return SpeculativeRun(seconds, float(counts.sum()) / self.steps, float(verified.sum()) / self.steps, statistics)
+        expected = None if np.any(law < 0) else expected_tokens(law, self.requests, statistics.verified, self.steps)
+        return SpeculativeRun(
+            seconds=seconds,
+            tokens=float(counts.sum()) / self.steps,
+            expected_tokens=expected,
+            verified=float(verified.sum()) / self.steps,
+            statistics=statistics,
+        )
 
     def loads(self, program: Any, params: Params) -> dict[str, Int[np.ndarray, "steps layers experts"]]:
         """Tokens that each expert of the target and of the draft gets in each of `steps` steps with most drafts.
@@ -169,9 +178,9 @@ class DraftCase:
         """Where requests end: no run gets there."""
         return self.context + (_WARM_UP + self.steps + 1) * (1 + max(self.fixed))
 
-    @property
-    def _sampling(self) -> RequestSampling:
-        return RequestSampling(temperature=self.temperature, seed=1)
+    def _sampling(self, slot: int) -> RequestSampling:
+        # With one seed for all, their drafts would stand or fall together.
+        return RequestSampling(temperature=self.temperature, seed=1 + slot)
 
     def _pages(self, slot: int) -> range:
         pages = ceil_div(self._end, PAGE)
@@ -194,7 +203,7 @@ class DraftCase:
 
     def _plain_batch(self) -> Any:
         rows = [
-            DecodeTokens([17 + slot], self.context, slot, self._pages(slot), self._sampling)
+            DecodeTokens([17 + slot], self.context, slot, self._pages(slot), self._sampling(slot))
             for slot in range(self.requests)
         ]
         bucket = DecodeBucket(self.requests, len(self._pages(0)))
@@ -204,7 +213,7 @@ class DraftCase:
         tile = self.width(way)
         most, least = (tile - 1, 0 if way == "adaptive" else tile - 1) if drafts is None else (drafts, drafts)
         rows = [
-            SpeculativeRequest(slot, self._pages(slot), self._end, most, least, self._sampling)
+            SpeculativeRequest(slot, self._pages(slot), self._end, most, least, self._sampling(slot))
             for slot in range(self.requests)
         ]
         return speculative_batch(
@@ -212,9 +221,15 @@ class DraftCase:
         )
 
 
-def mean_length(law: np.ndarray) -> float:
-    """Tokens of a step that verifies all drafts of a law, on average."""
-    return 1 + float(np.cumprod(law).sum())
+def expected_tokens(law: np.ndarray, requests: int, verified: Int[np.ndarray, "drafts"], steps: int) -> float:
+    """Tokens of a step by a law of acceptance, which steps do not know but through confidences.
+
+    The tokens that came differ from this by chance alone, in a few steps by much more than ways to decode differ.
+
+    Args:
+      verified: drafts that `steps` steps of so many requests verified, by place.
+    """
+    return requests + float(np.asarray(verified)[: len(law)] @ np.cumprod(law, dtype=np.float64)) / steps
 
 
 def reliability(statistics: DraftStatistics) -> list[dict[str, Any]]:
