@@ -58,16 +58,17 @@ class Plan:
 
     def registers(self, rows: int) -> int | None:
         """Registers of a multiplying thread that takes over what the copying warpgroup does not need; None if an equal
-        share will do."""
-        if self.consumers <= 2 and (self.tiles + self.sets) * rows <= 2 * MAX_TILE_ROWS:
+        share will do: one of two warpgroups is all a thread can have, one of three takes sums and products for these
+        rows."""
+        if self.consumers == 1 or (self.consumers == 2 and (self.tiles + self.sets) * rows <= 2 * MAX_TILE_ROWS):
             return None
-        share = min(REGISTERS // (self.threads + 128), 255) // 8 * 8
-        return min((share * (self.consumers + 1) - COPYING_REGISTERS) // self.consumers, 255) // 8 * 8
+        share = REGISTERS // (self.threads + 128) // 8 * 8
+        return (share * (self.consumers + 1) - COPYING_REGISTERS) // self.consumers // 8 * 8
 
 
 _MEASURED = {
     (1792, 5120): (Plan(deep=2, splits=4, stages=5, sets=4), Plan(deep=3, splits=4, stages=3, sets=1)),
-    (32768, 1280): (Plan(deep=1, splits=1, stages=5, sets=4), Plan(wide=2, tiles=2, stages=4)),
+    (32768, 1280): (Plan(deep=1, splits=1, stages=5, sets=3), Plan(wide=2, tiles=2, stages=4)),
     (5120, 8192): (Plan(deep=2, splits=3, stages=5, sets=4), Plan(tiles=2, deep=2, splits=3, stages=3)),
     (4608, 5120): (Plan(deep=1, splits=5, stages=6, sets=4), Plan(tiles=2, deep=2, splits=3, stages=3)),
     (5120, 2304): (Plan(deep=2, splits=3, stages=3, sets=4), Plan(tiles=2, deep=2, splits=3, stages=3)),
