@@ -70,7 +70,7 @@ def fp8_matmul(
         x_scale = jnp.pad(x_scale, ((0, 0), (0, -rows % 4)))  # Copies want lines of whole 16 bytes.
     wide, deep, stages, width = plan.wide, plan.deep, plan.stages, plan.width
     height = tile_rows(rows, plan)
-    registers = plan.registers(height)
+    registers = plan.registers(height) if quantized else None  # Products with bfloat16 x are summed where they arise.
     row_tiles, tiles = ceil_div(rows, height), out // width
     workers, steps, slots = plan.splits * deep, inner // STEP, deep * stages
     shared_tiles = row_tiles * tiles * plan.splits if plan.splits > 1 else 1
