@@ -25,7 +25,16 @@ from pallas_kernels.fp8_linear import (
     swiglu_activations,
 )
 from pallas_kernels.fp8_linear.arg_specs import ARG_SPECS, GROUPS, ROWS
-from pallas_kernels.fp8_linear.plans import MAX_KERNEL_ROWS, OUTPUTS, SCALE_WORDS, STEP, choose_plan, tile_rows
+from pallas_kernels.fp8_linear.plans import (
+    COPYING_REGISTERS,
+    MAX_KERNEL_ROWS,
+    OUTPUTS,
+    REGISTERS,
+    SCALE_WORDS,
+    STEP,
+    choose_plan,
+    tile_rows,
+)
 from pallas_kernels.moe_experts.reference import swiglu
 
 S = jax.ShapeDtypeStruct
@@ -124,8 +133,12 @@ def test_every_shape_has_a_plan_that_fits(rows, out, steps):
         plan = choose_plan(rows, out_of_all, steps * STEP, grouped)
         assert kernel.obstacle(rows, groups, (out_of_all,), steps * STEP, plan) is None
         x = tile_rows(rows, plan) * (2 * STEP if grouped else STEP + STEP // 8)
-        tiles = plan.deep * plan.stages * (plan.wide * OUTPUTS * STEP + x)
-        assert tiles + plan.consumers * 2 * SCALE_WORDS * 4 + 1024 <= SHARED_BYTES
+        tiles = plan.deep * plan.stages * (plan.width * STEP + x)
+        assert tiles + plan.consumers * 2 * plan.tiles * SCALE_WORDS * 4 + 1024 <= SHARED_BYTES
+        if registers := plan.registers(tile_rows(rows, plan)):
+            share = REGISTERS // (plan.threads + 128)
+            assert share < registers < 256 and registers % 8 == 0
+            assert registers * plan.threads + COPYING_REGISTERS * 128 <= share // 8 * 8 * (plan.threads + 128)
 
 
 @pytest.mark.parametrize(

@@ -19,28 +19,33 @@ from pallas_kernels.fp8_linear.plans import OUTPUTS, SCALE_WORDS, STEP, Plan
 from pallas_kernels.topk import simt
 
 GROUPS = STEP // BLOCK
+IN_FLIGHT = 24
+"""Vectors of four sums that a thread reads before it uses the first."""
 LINES = (plgpu.SwizzleTransform(128),)
-PAD = 4
-"""Floats after each row of sums in shared memory, against bank conflicts."""
 REF, ARRAY, SCALAR = plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT
 LINED = plgpu.RefType(LINES)
 
 
-def stage_scales(inner: int, workers: int):
-    """Copies the weight scales of this warpgroup's 64 outputs and steps to shared memory, a word per 32 and step."""
+def stage_scales(plan: Plan, inner: int):
+    """Copies the weight scales of this warpgroup's outputs and steps to shared memory, a word per 32 and step."""
+    workers = plan.splits * plan.deep
 
     @plgpu.inline_mgpu(arg_types=(REF, REF, SCALAR, SCALAR, SCALAR))
-    def run(_, scale, words, row, first, count):
-        row, first, count = ptx.scalars(row, first, count)
+    def run(_, scale, words, place, first, count):
+        place, first, count = ptx.scalars(place, first, count)
         thread = ptx.rem(ptx.block_thread(), 128)
         half, i = ptx.div(thread, SCALE_WORDS), ptx.rem(thread, SCALE_WORDS)
-        word = ptx.add(ptx.mul(ptx.add(row, half), inner // STEP), ptx.add(first, ptx.mul(i, workers)))
-        ptx.asm(
-            "{ .reg .pred p; .reg .b32 v; setp.lt.u32 p, $2, $3; @p ld.global.nc.b32 v, [$1];"
-            " @p st.shared.b32 [$0], v; }",
-            [ptx.add(ptx.shared_address(words), ptx.mul(thread, 4)), ptx.global_address(scale, word, 4), i, count],
-            constraints="r,l,r,r",
-        )
+        row = ptx.add(ptx.mul(place, 2 * plan.tiles), half)
+        word = ptx.add(ptx.mul(row, inner // STEP), ptx.add(first, ptx.mul(i, workers)))
+        to, of = ptx.add(ptx.shared_address(words), ptx.mul(thread, 4)), ptx.global_address(scale, word, 4)
+        for tile in range(plan.tiles):
+            ptx.asm(
+                "{ .reg .pred p; .reg .b32 v; setp.lt.u32 p, $2, $3;"
+                f" @p ld.global.nc.b32 v, [$1+{tile * 2 * inner // BLOCK}];"
+                f" @p st.shared.b32 [$0+{tile * 2 * 4 * SCALE_WORDS}], v; }}",
+                [to, of, i, count],
+                constraints="r,l,r,r",
+            )
         mgpu.utils.warpgroup_barrier()
 
     return run
@@ -52,92 +57,96 @@ def _own_words(words, i):
     return ptx.add(ptx.shared_address(words), ptx.add(ptx.mul(half, 4 * SCALE_WORDS), ptx.mul(i, 4)))
 
 
-def _product_type(columns: int):
-    return plgpu.ShapeDtypeStruct((OUTPUTS, columns), jnp.float32, layout=ARRAY)
+def _sums(plan: Plan, rows: int):
+    return plgpu.ShapeDtypeStruct((OUTPUTS * plan.tiles, rows), jnp.float32, layout=ARRAY)
 
 
 def multiply(plan: Plan, rows: int):
-    """acc [64, rows of this part] += the product of one step, as one block of PTX."""
-    columns = rows // plan.tall
-    registers = columns // 2
+    """acc [outputs of this warpgroup, rows] += the product of one step, as one block of PTX."""
+    registers = plan.tiles * rows // 2
 
-    @plgpu.inline_mgpu(arg_types=(ARRAY, LINED, LINED, REF, REF, *[SCALAR] * 3), return_type=_product_type(columns))
-    def run(_, acc, w, x, xs, words, i, tile, side):
-        i, tile, side = ptx.scalars(i, tile, side)
-        a = ptx.descriptor(ptx.add(ptx.shared_address(w), ptx.mul(tile, OUTPUTS * STEP)))
-        b = ptx.descriptor(ptx.add(ptx.shared_address(x), ptx.mul(side, columns * STEP)))
+    @plgpu.inline_mgpu(arg_types=(ARRAY, LINED, LINED, REF, REF, SCALAR, SCALAR), return_type=_sums(plan, rows))
+    def run(_, acc, w, x, xs, words, i, tile):
+        i, tile = ptx.scalars(i, tile)
+        a = ptx.descriptor(ptx.add(ptx.shared_address(w), ptx.mul(tile, plan.tiles * OUTPUTS * STEP)))
+        b = ptx.descriptor(ptx.shared_address(x))
         _, lane = ptx.warp_and_lane()
-        xs = ptx.add(ptx.shared_address(xs), ptx.add(ptx.mul(ptx.rem(lane, 4), 8), ptx.mul(side, 4 * columns)))
-        text = _step_text(columns, rows, min(plan.sets, GROUPS))
+        xs = ptx.add(ptx.shared_address(xs), ptx.mul(ptx.rem(lane, 4), 8))
         constraints = ",".join([*map(str, range(registers)), "l", "l", "r", "r"])
-        return ptx.array_like(
-            acc,
-            ptx.asm(text, [*ptx.register_values(acc), a, b, xs, _own_words(words, i)], "f" * registers, constraints),
-        )
+        operands = [*ptx.register_values(acc), a, b, xs, _own_words(words, i)]
+        return ptx.array_like(acc, ptx.asm(_step_text(plan, rows), operands, "f" * registers, constraints))
 
     return run
 
 
-def _step_text(columns: int, rows: int, sets: int) -> str:
+def _step_text(plan: Plan, rows: int) -> str:
     """PTX of one step. Operands: sums in and out; descriptors of weight and x; addresses of the scales of x and weight.
 
     `sets` register sets take turns: while the tensor cores fill some, an earlier product is scaled and added.
     """
-    registers = columns // 2
-    a, b, xs, words = (f"${2 * registers + i}" for i in range(4))
+    tiles, each = plan.tiles, rows // 2
+    products = [(g, tile) for g in range(GROUPS) for tile in range(tiles)]
+    sets = min(plan.sets, len(products))
+    a, b, xs, words = (f"${tiles * rows + i}" for i in range(4))
     text = [
-        "{ .reg .pred never; .reg .b64 da, db; .reg .b32 w, e; .reg .f32 f;",
-        f".reg .f32 p<{sets * registers}>; .reg .f32 s<{columns // 4}>;",
-        "setp.ne.b32 never, 0, 0;",
+        f"{{ .reg .pred never; .reg .b64 da, db; .reg .b32 w<{tiles}>, e; .reg .f32 f, m<{rows // 4}>;",
+        f".reg .f32 p<{sets * each}>; .reg .f32 s<{rows // 4}>;",
+        "setp.ne.b32 never, 0, 0; wgmma.fence.sync.aligned;",
     ]
 
-    def issue(g):
-        into = ", ".join(f"p{g % sets * registers + r}" for r in range(registers))
+    def issue(q):
+        g, tile = products[q]
+        into = ", ".join(f"p{q % sets * each + r}" for r in range(each))
         text.append(
-            f"add.s64 da, {a}, {g * BLOCK >> 4}; add.s64 db, {b}, {g * BLOCK >> 4};"
-            f" wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {{{into}}}, da, db, never, 1, 1;"
+            f"add.s64 da, {a}, {(tile * OUTPUTS * STEP + g * BLOCK) >> 4}; add.s64 db, {b}, {g * BLOCK >> 4};"
+            f" wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3 {{{into}}}, da, db, never, 1, 1;"
             " wgmma.commit_group.sync.aligned;"
         )
 
-    def add(g):
+    def load_scales(g):
+        for j in range(rows // 8):
+            text.append(f"ld.shared.v2.f32 {{s{2 * j}, s{2 * j + 1}}}, [{xs}+{4 * (g * rows + 8 * j)}];")
+
+    def add(q):
+        g, tile = products[q]
         # Scale byte b is the fp32 value with exponent field b.
         distance = 23 - 8 * g
-        shift = f"shl.b32 e, w, {distance}" if distance > 0 else f"shr.u32 e, w, {-distance}"
+        shift = f"shl.b32 e, w{tile}, {distance}" if distance > 0 else f"shr.u32 e, w{tile}, {-distance}"
         text.append(f"{shift}; and.b32 e, e, 0x7f800000; mov.b32 f, e;")
-        for j in range(columns // 8):
-            text.append(f"ld.shared.v2.f32 {{s{2 * j}, s{2 * j + 1}}}, [{xs}+{4 * (g * rows + 8 * j)}];")
-        for j in range(columns // 4):
-            text.append(f"mul.rn.f32 s{j}, s{j}, f;")
-        for r in range(registers):
-            product = f"p{g % sets * registers + r}"
-            text.append(f"fma.rn.f32 ${r}, {product}, s{r // 4 * 2 + r % 2}, ${r};")
+        for j in range(rows // 4):
+            text.append(f"mul.rn.f32 m{j}, s{j}, f;")
+        for r in range(each):
+            acc = f"${tile * each + r}"
+            text.append(f"fma.rn.f32 {acc}, p{q % sets * each + r}, m{r // 4 * 2 + r % 2}, {acc};")
 
-    text.append(f"wgmma.fence.sync.aligned; ld.shared.b32 w, [{words}];")
-    for g in range(sets):
-        issue(g)
-    for g in range(GROUPS):
-        text.append(f"wgmma.wait_group.sync.aligned {min(sets, GROUPS - g) - 1};")
-        add(g)
-        if g + sets < GROUPS:
+    for tile in range(tiles):
+        text.append(f"ld.shared.b32 w{tile}, [{words}+{tile * 2 * 4 * SCALE_WORDS}];")
+    for q in range(sets):
+        issue(q)
+    for q, (g, tile) in enumerate(products):
+        if tile == 0:
+            load_scales(g)
+        text.append(f"wgmma.wait_group.sync.aligned {min(sets, len(products) - q) - 1};")
+        add(q)
+        if q + sets < len(products):
             text.append("wgmma.fence.sync.aligned;")
-            issue(g + sets)
+            issue(q + sets)
     return "\n".join(text) + "\n}"
 
 
 def multiply_bf16(plan: Plan, rows: int):
-    """acc [64, rows of this part] += the product of one step for bfloat16 x in two lines of 64 channels."""
-    columns = rows // plan.tall
-    registers = columns // 2
+    """acc [64, rows] += the product of one step for bfloat16 x in two lines of 64 channels."""
+    registers = rows // 2
 
-    @plgpu.inline_mgpu(arg_types=(ARRAY, LINED, LINED, REF, *[SCALAR] * 3), return_type=_product_type(columns))
-    def run(_, acc, w, x, words, i, tile, side):
-        i, tile, side = ptx.scalars(i, tile, side)
-        b = ptx.descriptor(ptx.add(ptx.shared_address(x), ptx.mul(side, columns * STEP)))
+    @plgpu.inline_mgpu(arg_types=(ARRAY, LINED, LINED, REF, SCALAR, SCALAR), return_type=_sums(plan, rows))
+    def run(_, acc, w, x, words, i, tile):
+        i, tile = ptx.scalars(i, tile)
+        b = ptx.descriptor(ptx.shared_address(x))
         warp, lane = ptx.warp_and_lane()
         # Byte of (row, channel pair) in a swizzled line: 16-byte chunk c of row r lies at c ^ (r mod 8).
         at = ptx.add(ptx.shared_address(w), ptx.add(ptx.mul(tile, OUTPUTS * STEP), ptx.mul(warp, 16 * STEP)))
         at = ptx.add(at, ptx.add(ptx.mul(ptx.div(lane, 4), STEP + 16), ptx.mul(ptx.rem(lane, 4), 2)))
-        text = _bf16_step_text(columns, rows, plan.sets)
+        text = _bf16_step_text(rows, plan.sets)
         constraints = ",".join([*map(str, range(registers)), "r", "l", "r"])
         return ptx.array_like(
             acc, ptx.asm(text, [*ptx.register_values(acc), at, b, _own_words(words, i)], "f" * registers, constraints)
@@ -146,14 +155,14 @@ def multiply_bf16(plan: Plan, rows: int):
     return run
 
 
-def _bf16_step_text(columns: int, rows: int, sets: int) -> str:
+def _bf16_step_text(rows: int, sets: int) -> str:
     """PTX of one step. Operands: sums in and out; address of the weight, descriptor of x, address of the weight scales.
 
     The weight passes through registers and becomes bfloat16 there: the seven bits of exponent and mantissa of E4M3, set
     four lower in a bfloat16, are the value times 2^-120, subnormals included, and a product with 2^120 * scale is
     exact. That factor is a bfloat16 for scale bytes up to 134, a scale of 2^7.
     """
-    registers = columns // 2
+    registers = rows // 2
     acc = ", ".join(f"${i}" for i in range(registers))
     w, b, words = (f"${2 * registers + i}" for i in range(3))
     text = [
@@ -178,7 +187,7 @@ def _bf16_step_text(columns: int, rows: int, sets: int) -> str:
         line, within = divmod(32 * j, 128)
         text.append(
             f"add.s64 db, {b}, {(line * rows * 128 + within) >> 4}; wgmma.fence.sync.aligned;"
-            f" wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{acc}}}, {{{', '.join(operand)}}}, db,"
+            f" wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{acc}}}, {{{', '.join(operand)}}}, db,"
             " always, 1, 1, 0; wgmma.commit_group.sync.aligned;"
         )
     text.append("wgmma.wait_group.sync.aligned 0;")
@@ -186,26 +195,35 @@ def _bf16_step_text(columns: int, rows: int, sets: int) -> str:
 
 
 def store_sums(plan: Plan, rows: int):
-    """Writes acc to sums[part, row, 64 * tile + output] once all multiplying warpgroups are done with the tiles."""
-    stride = OUTPUTS * plan.wide + PAD
-    columns = rows // plan.tall
+    """Writes acc to sums[part, row, output] once all multiplying warpgroups are done with the tiles.
 
-    @plgpu.inline_mgpu(arg_types=(ARRAY, LINED, SCALAR, SCALAR, SCALAR))
-    def run(_, acc, sums, part, tile, side):
-        part, tile, side = ptx.scalars(part, tile, side)
-        ptx.asm(f"bar.sync 15, {128 * plan.consumers};")
+    Against bank conflicts, output o of row r lies at o ^ 8 (r / 2 mod 4).
+    """
+
+    @plgpu.inline_mgpu(arg_types=(ARRAY, LINED, SCALAR, SCALAR))
+    def run(_, acc, sums, part, tile):
+        part, tile = ptx.scalars(part, tile)
+        _barrier(plan)
         warp, lane = ptx.warp_and_lane()
-        row = ptx.add(ptx.mul(ptx.rem(lane, 4), 2), ptx.mul(side, columns))
-        output = ptx.add(ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4)), ptx.mul(tile, OUTPUTS))
-        place = ptx.add(ptx.mul(ptx.add(ptx.mul(part, rows), row), stride), output)
-        base = ptx.add(ptx.shared_address(sums), ptx.mul(place, 4))
+        row = ptx.add(ptx.mul(part, rows), ptx.mul(ptx.rem(lane, 4), 2))
+        output = ptx.add(ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4)), ptx.mul(tile, plan.tiles * OUTPUTS))
+        base = ptx.add(ptx.shared_address(sums), ptx.mul(row, 4 * plan.width))
+        bases = []
+        for half in range(2):
+            place = arith.xori(ptx.add(output, 8 * half), ptx.mul(ptx.rem(lane, 4), 8))
+            bases.append(ptx.add(base, ptx.mul(place, 4)))
         for i, value in enumerate(ptx.register_values(acc)):
-            # Register order: of each 8 rows, two rows of the first output, then of the second.
-            j, half, e = i // 4, i // 2 % 2, i % 2
-            offset = 4 * ((8 * j + e) * stride + 8 * half)
-            ptx.asm(f"st.shared.f32 [$0+{offset}], $1;", [base, value], constraints="r,f")
+            # Register order: tile after tile, of each 8 rows, two rows of the first output, then of the second.
+            t, j, half, e = i // (rows // 2), i % (rows // 2) // 4, i // 2 % 2, i % 2
+            offset = 4 * ((8 * j + e) * plan.width + OUTPUTS * t)
+            ptx.asm(f"st.shared.f32 [$0+{offset}], $1;", [bases[half], value], constraints="r,f")
 
     return run
+
+
+def _barrier(plan: Plan):
+    """Waits for the multiplying warpgroups."""
+    ptx.asm(f"bar.sync 15, {plan.threads};")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +248,8 @@ def finish(plan: Plan, rows: int, height: int, out: int, form: Turned | Quantise
 
     What the form of the result needs beside y stands behind it: cos and sin, or the scales.
     """
-    width = OUTPUTS * plan.wide
-    stride, quads = width + PAD, height * width // 4
+    width = plan.width
+    quads = height * width // 4
     beside = (REF,) * (form.references if form else 0)
 
     @plgpu.inline_mgpu(arg_types=(LINED, REF, REF, REF, *beside, SCALAR, SCALAR, SCALAR))
@@ -241,34 +259,40 @@ def finish(plan: Plan, rows: int, height: int, out: int, form: Turned | Quantise
         base = ptx.shared_address(stored)
         block = ptx.add(ptx.mul(r, out // width), n)
 
-        def each_quad(action):
-            """Runs action(index, row of x, column of y) for the fours of outputs that this thread takes."""
-            for first in range(0, quads, plan.threads):
-                index = ptx.add(ptx.block_thread(), first)
-                row, quad = ptx.div(index, width // 4), ptx.rem(index, width // 4)
-                inside = arith.cmpi(arith.CmpIPredicate.ult, index, ptx.i32(quads))
-                if isinstance(form, Quantised):  # Whole warps work out scales, of rows that do not exist too.
-                    with mgpu.utils.when(inside):
-                        action(index, row, quad)
-                    continue
-                with mgpu.utils.when(arith.andi(inside, exists(row))):
-                    action(index, row, quad)
+        def each_quad(values, use):
+            """Runs use(values(index), index, row of x, column of y) for the fours of outputs that this thread takes.
+
+            The values of several are asked for before the first are used.
+            """
+            places = [ptx.add(ptx.block_thread(), first) for first in range(0, quads, plan.threads)]
+            each = max(1, IN_FLIGHT // plan.splits)
+            for batch in (places[i : i + each] for i in range(0, len(places), each)):
+                clipped = [arith.minui(index, ptx.i32(quads - 1)) for index in batch]
+                for index, four in zip(batch, [values(index) for index in clipped], strict=True):
+                    row, quad = ptx.div(index, width // 4), ptx.rem(index, width // 4)
+                    inside = arith.cmpi(arith.CmpIPredicate.ult, index, ptx.i32(quads))
+                    # Whole warps work out scales, of rows that do not exist too.
+                    wanted = inside if isinstance(form, Quantised) else arith.andi(inside, exists(row))
+                    with mgpu.utils.when(wanted):
+                        use(four, index, row, quad)
 
         def exists(row):
             row_of_x = ptx.add(ptx.mul(r, height), row)
             return arith.cmpi(arith.CmpIPredicate.ult, row_of_x, ptx.i32(rows))
 
-        def of_block(row, quad):
-            place = ptx.add(base, ptx.add(ptx.mul(row, 4 * stride), ptx.mul(quad, 16)))
+        def of_block(index):
+            row, quad = ptx.div(index, width // 4), ptx.rem(index, width // 4)
+            turned = arith.xori(quad, ptx.mul(ptx.rem(ptx.div(row, 2), 4), 2))
+            place = ptx.add(base, ptx.add(ptx.mul(row, 4 * width), ptx.mul(turned, 16)))
             load = "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];"
-            places = (ptx.add(place, 4 * part * height * stride) for part in range(plan.deep))
+            places = (ptx.add(place, 4 * part * height * width) for part in range(plan.deep))
             return _total(ptx.asm(load, [p], "ffff", "r") for p in places)
 
         def of_split(index, s):
             element = ptx.add(ptx.mul(ptx.add(ptx.mul(block, plan.splits), s), quads), index)
             return ptx.global_address(sums, element, 16)
 
-        def write(row, quad, four):
+        def write(four, _, row, quad):
             column = ptx.add(ptx.mul(n, width), ptx.mul(quad, 4))
             row_of_y = ptx.add(ptx.mul(r, height), row)
             element = ptx.add(ptx.mul(row_of_y, out), column)
@@ -299,33 +323,33 @@ def finish(plan: Plan, rows: int, height: int, out: int, form: Turned | Quantise
                 constraints="l,f,f,f,f",
             )
 
-        def store(index, row, quad):
+        def store(four, index, *_):
             store = "st.global.v4.f32 [$0], {$1, $2, $3, $4};"
-            ptx.asm(store, [of_split(index, split), *of_block(row, quad)], constraints="l,f,f,f,f")
+            ptx.asm(store, [of_split(index, split), *four], constraints="l,f,f,f,f")
 
-        def add_splits(index, row, quad):
+        def of_splits(index):
             load = "ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];"
-            fours = [ptx.asm(load, [of_split(index, ptx.i32(s))], "ffff", "l") for s in range(plan.splits)]
-            write(row, quad, _total(fours))
+            return [ptx.asm(load, [of_split(index, ptx.i32(s))], "ffff", "l") for s in range(plan.splits)]
 
-        ptx.asm("bar.sync 0;")
+        _barrier(plan)
         if plan.splits == 1:
-            each_quad(lambda _, row, quad: write(row, quad, of_block(row, quad)))
+            each_quad(of_block, write)
             return
-        each_quad(store)
+        each_quad(of_block, store)
         # The barrier orders the block's writes before the count, and the count before the reads of the last block.
         # The counter goes from splits - 1 back to 0.
         (last,) = ptx.asm(
-            "{ .reg .pred p, q; .reg .b32 before; mov.b32 before, 0; setp.eq.u32 p, $2, 0; bar.sync 0;"
+            "{ .reg .pred p, q; .reg .b32 before; mov.b32 before, 0; setp.eq.u32 p, $2, 0;"
+            f" bar.sync 15, {plan.threads};"
             f" @p fence.acq_rel.gpu; @p atom.acq_rel.gpu.global.inc.u32 before, [$1], {plan.splits - 1};"
-            f" @p fence.acq_rel.gpu; setp.eq.u32 q, before, {plan.splits - 1}; bar.red.or.pred q, 0, q;"
-            " selp.b32 $0, 1, 0, q; }",
+            f" @p fence.acq_rel.gpu; setp.eq.u32 q, before, {plan.splits - 1};"
+            f" bar.red.or.pred q, 15, {plan.threads}, q; selp.b32 $0, 1, 0, q; }}",
             [ptx.global_address(counters, block, 4), ptx.block_thread()],
             "r",
             "l,r",
         )
         with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ne, last, ptx.i32(0))):
-            each_quad(add_splits)
+            each_quad(of_splits, lambda fours, *place: write(_total(fours), *place))
 
     return run
 

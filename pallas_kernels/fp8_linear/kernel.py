@@ -20,8 +20,7 @@ from dsv4jax.model.rope import Rotation
 from dsv4jax.quant import BLOCK, ceil_div
 from dsv4jax.weights import Fp8Weight
 from pallas_kernels.fp8_linear import device
-from pallas_kernels.fp8_linear.device import PAD
-from pallas_kernels.fp8_linear.plans import OUTPUTS, SCALE_WORDS, STEP, Plan, tile_rows
+from pallas_kernels.fp8_linear.plans import COPYING_REGISTERS, OUTPUTS, SCALE_WORDS, STEP, Plan, tile_rows
 from pallas_kernels.fp8_linear.reference import QuantizedActivations
 
 COUNTERS = 4096
@@ -30,7 +29,7 @@ COUNTERS = 4096
 
 def obstacle(rows: int, groups: int, outs: tuple[int, ...], inner: int, plan: Plan) -> str | None:
     """Why a product with weights of `outs` rows each does not fit a plan, or None."""
-    outputs, total = OUTPUTS * plan.wide, sum(outs)
+    outputs, total = plan.width, sum(outs)
     for out in outs:
         if inner % STEP or out % (groups * outputs):
             return f"weight [{out}, {inner}]: the kernel takes multiples of [{groups * outputs}, {STEP}]"
@@ -39,7 +38,7 @@ def obstacle(rows: int, groups: int, outs: tuple[int, ...], inner: int, plan: Pl
         return f"weight [{total}, {inner}]: {inner} channels do not fit {plan}"
     if plan.splits > 1 and ceil_div(rows, tile_rows(rows, plan)) * total // outputs > COUNTERS:
         return f"{rows} rows: too many tiles of [{total}, {inner}] share blocks"
-    if plan.stages * STEP * outputs < tile_rows(rows, plan) * (outputs + PAD) * 4:
+    if plan.stages * STEP * outputs < tile_rows(rows, plan) * outputs * 4:
         return f"{rows} rows: the sums do not fit the space of the weight tiles of {plan}"
     return None
 
@@ -69,9 +68,9 @@ def fp8_matmul(
         raise ValueError(problem)
     if quantized and rows % 4:
         x_scale = jnp.pad(x_scale, ((0, 0), (0, -rows % 4)))  # Copies want lines of whole 16 bytes.
-    wide, tall, deep, stages = plan.wide, plan.tall, plan.deep, plan.stages
-    width = OUTPUTS * wide
+    wide, deep, stages, width = plan.wide, plan.deep, plan.stages, plan.width
     height = tile_rows(rows, plan)
+    registers = plan.registers(height) if quantized else None  # Products with bfloat16 x are summed where they arise.
     row_tiles, tiles = ceil_div(rows, height), out // width
     workers, steps, slots = plan.splits * deep, inner // STEP, deep * stages
     shared_tiles = row_tiles * tiles * plan.splits if plan.splits > 1 else 1
@@ -117,6 +116,9 @@ def fp8_matmul(
                 plgpu.copy_gmem_to_smem(x_scale[0].at[pl.ds(k // BLOCK, STEP // BLOCK), these], xss[0].at[slot], at)
 
         def produce():
+            if registers:
+                plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
+
             def every(i, _):
                 for part in range(deep):
 
@@ -129,13 +131,14 @@ def fp8_matmul(
             lax.fori_loop(0, share(0)[1], every, None)
 
         def multiply():
-            part, place = wg // (wide * tall), lax.rem(wg, wide * tall)
-            tile, side = place // tall, lax.rem(place, tall)
+            if registers:
+                plgpu.set_max_registers(registers, action="increase")
+            part, tile = wg // wide, lax.rem(wg, wide)
             first, count = share(part)
             own = own_scales.at[wg]
 
             def load_scales(weight, scale, within):
-                device.stage_scales(inner, workers)(scale, own, 2 * (within * wide + tile), first, count)
+                device.stage_scales(plan, inner)(scale, own, within * wide + tile, first, count)
 
             of_weight(load_scales)
 
@@ -144,20 +147,20 @@ def fp8_matmul(
                 plgpu.barrier_wait(full.at[slot])
                 if quantized:
                     run = device.multiply(plan, height)
-                    acc = run(acc, ws.at[slot], xs.at[slot, 0], xss[0].at[slot], own, i, tile, side)
+                    acc = run(acc, ws.at[slot], xs.at[slot, 0], xss[0].at[slot], own, i, tile)
                 else:
-                    acc = device.multiply_bf16(plan, height)(acc, ws.at[slot], xs.at[slot], own, i, tile, side)
+                    acc = device.multiply_bf16(plan, height)(acc, ws.at[slot], xs.at[slot], own, i, tile)
                 plgpu.barrier_arrive(empty.at[slot])
                 return acc
 
-            acc = plgpu.layout_cast(jnp.zeros((OUTPUTS, height // tall), jnp.float32), plgpu.Layout.WGMMA)
+            acc = plgpu.layout_cast(jnp.zeros((OUTPUTS * plan.tiles, height), jnp.float32), plgpu.Layout.WGMMA)
             acc = lax.fori_loop(0, count, consume, acc)
             # The tiles have served: their space takes the sums.
-            device.store_sums(plan, height)(acc, ws, part, tile, side)
+            device.store_sums(plan, height)(acc, ws, part, tile)
+            device.finish(plan, rows, height, out, form)(ws, sums, counters, y, *turn, *scales_of_y, r, n, split)
 
         pl.when(wg == plan.consumers)(produce)
         pl.when(wg < plan.consumers)(multiply)
-        device.finish(plan, rows, height, out, form)(ws, sums, counters, y, *turn, *scales_of_y, r, n, split)
 
     form = None if by is None else device.Turned(out // heads, by.cos.shape[1])
     results = [
@@ -170,9 +173,9 @@ def fp8_matmul(
     scratch_types = [
         plgpu.SMEM((slots, width, STEP), jnp.float8_e4m3fn, transforms=device.LINES),
         plgpu.SMEM((slots, lines, height, line), x.dtype, transforms=device.LINES),
-        plgpu.SMEM((plan.consumers, 2, SCALE_WORDS), jnp.uint32),
+        plgpu.SMEM((plan.consumers, 2 * plan.tiles, SCALE_WORDS), jnp.uint32),
         plgpu.Barrier(num_arrivals=3, num_barriers=slots),
-        plgpu.Barrier(num_arrivals=wide * tall, num_barriers=slots),
+        plgpu.Barrier(num_arrivals=wide, num_barriers=slots),
         *([plgpu.SMEM((slots, STEP // BLOCK, height), jnp.float32)] if quantized else []),
     ]
     kernel = plgpu.kernel(

@@ -17,15 +17,20 @@ MAX_KERNEL_ROWS = 96
 FEW_ROWS = 32
 """Up to here a block is 64 outputs wide and bound by the weights; beyond, its x is worth reading less often."""
 MULTIPROCESSORS = 132
+REGISTERS = 65536
+"""Of a multiprocessor."""
+COPYING_REGISTERS = 24
+"""Of a thread that copies, where the multiplying ones need more than an equal share: the least there is."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Multiplying warpgroups of a block: `wide` tiles of 64 outputs x `tall` parts of the rows x `deep` turns in the
-    steps of 128 channels. One more warpgroup copies."""
+    """Multiplying warpgroups of a block: `wide` side by side x `deep` turns in the steps of 128 channels. One more
+    warpgroup copies."""
 
     wide: int = 1
-    tall: int = 1
+    tiles: int = 1
+    """Tiles of 64 outputs of a warpgroup: two share the scales of x that a thread reads."""
     deep: int = 1
     splits: int = 1
     """Blocks that share a tile of outputs, each with its part of the channels."""
@@ -33,32 +38,47 @@ class Plan:
     """Steps in flight for each of the `deep` turns."""
     sets: int = 2
     """Products in flight within a warpgroup."""
+    rows: int = MAX_TILE_ROWS
+    """Rows of a block at most."""
 
     @property
     def consumers(self) -> int:
         """Warpgroups that multiply."""
-        return self.wide * self.tall * self.deep
+        return self.wide * self.deep
+
+    @property
+    def width(self) -> int:
+        """Outputs of a block."""
+        return OUTPUTS * self.wide * self.tiles
 
     @property
     def threads(self) -> int:
-        """CUDA threads of a block."""
-        return 128 * (self.consumers + 1)
+        """CUDA threads of a block that multiply."""
+        return 128 * self.consumers
+
+    def registers(self, rows: int) -> int | None:
+        """Registers of a multiplying thread that takes over what the copying warpgroup does not need; None if an equal
+        share will do: one of two warpgroups is all a thread can have, one of three takes sums and products for these
+        rows."""
+        if self.consumers == 1 or (self.consumers == 2 and (self.tiles + self.sets) * rows <= 2 * MAX_TILE_ROWS):
+            return None
+        share = REGISTERS // (self.threads + 128) // 8 * 8
+        return (share * (self.consumers + 1) - COPYING_REGISTERS) // self.consumers // 8 * 8
 
 
 _MEASURED = {
-    (1792, 5120): (Plan(deep=2, splits=4, stages=5, sets=4), Plan(tall=2, splits=8, stages=4, sets=1)),
-    (32768, 1280): (Plan(deep=1, splits=1, stages=5, sets=4), Plan(tall=2, splits=1, stages=4, sets=1)),
-    (5120, 8192): (Plan(deep=2, splits=3, stages=5, sets=4), Plan(wide=2, tall=2, splits=3, stages=6)),
-    (4608, 5120): (Plan(deep=1, splits=5, stages=6, sets=4), Plan(wide=2, tall=2, splits=3, stages=6)),
-    (5120, 2304): (Plan(deep=2, splits=3, stages=3, sets=4), Plan(tall=2, splits=3, stages=4, sets=1)),
+    (1792, 5120): (Plan(deep=2, splits=4, stages=5, sets=4), Plan(deep=3, splits=4, stages=3, sets=1)),
+    (32768, 1280): (Plan(deep=1, splits=1, stages=5, sets=3), Plan(wide=2, tiles=2, stages=4)),
+    (5120, 8192): (Plan(deep=2, splits=3, stages=5, sets=4), Plan(tiles=2, deep=2, splits=3, stages=3)),
+    (4608, 5120): (Plan(deep=1, splits=5, stages=6, sets=4), Plan(tiles=2, deep=2, splits=3, stages=3)),
+    (5120, 2304): (Plan(deep=2, splits=3, stages=3, sets=4), Plan(tiles=2, deep=2, splits=3, stages=3)),
 }
 """The fastest plans of those that were tried for weights [out, in], at 8 to 16 and at 96 rows."""
 
 
 def tile_rows(rows: int, plan: Plan) -> int:
-    """Rows of a block: all, if they fit, in parts that are multiples of 8."""
-    part = 8 * plan.tall
-    return ceil_div(min(rows, MAX_TILE_ROWS), part) * part
+    """Rows of a block: all, if they fit, to a multiple of 8."""
+    return ceil_div(min(rows, plan.rows), 8) * 8
 
 
 def choose_plan(rows: int, out: int, inner: int, grouped: bool = False) -> Plan:
@@ -76,13 +96,12 @@ def choose_plan(rows: int, out: int, inner: int, grouped: bool = False) -> Plan:
         deep = min(2, steps // splits)
         stages = 4 if grouped else max(2, min(5, ceil_div(steps, deep * splits)))
         return Plan(deep=max(deep, 1), splits=splits, stages=stages, sets=4)
-    if out % (2 * OUTPUTS) and not grouped:
-        blocks = ceil_div(rows, MAX_TILE_ROWS) * ceil_div(out, OUTPUTS)
-        return Plan(tall=2, splits=_splits(2 * MULTIPROCESSORS // blocks, steps, 5), stages=4, sets=1)
-    splits = _splits(MULTIPROCESSORS // (ceil_div(rows, MAX_TILE_ROWS) * ceil_div(out, 2 * OUTPUTS)), steps, 5)
+    wide = 1 if out % (2 * OUTPUTS) else 2
+    blocks = ceil_div(rows, MAX_TILE_ROWS) * ceil_div(out, wide * OUTPUTS)
+    splits = _splits(MULTIPROCESSORS // blocks, steps, 5)
     if grouped:
-        return Plan(wide=2, splits=splits, stages=5)
-    return Plan(wide=2, tall=2, splits=splits, stages=6)
+        return Plan(wide=wide, splits=splits, stages=5)
+    return Plan(tiles=wide, deep=min(2, steps // splits), splits=splits, stages=3)
 
 
 def _splits(wanted: int, steps: int, least: int) -> int:
