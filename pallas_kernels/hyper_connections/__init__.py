@@ -4,7 +4,8 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.model.hyper_connections import Residual
 from pallas_kernels.device import hopper_obstacle
 from pallas_kernels.hyper_connections import kernel, reference
-from pallas_kernels.hyper_connections.device import CHANNELS, STREAMS
+from pallas_kernels.hyper_connections.arg_specs import STREAMS
+from pallas_kernels.hyper_connections.kernel import CHANNELS
 from pallas_kernels.hyper_connections.reference import Site, SiteWeights, join_fp32, split_fp32
 
 __all__ = ["Site", "SiteWeights", "hyper_connection_site", "join_fp32", "split_fp32"]
