@@ -2,7 +2,8 @@
 
 A token's row is in the hands of several blocks, each with a slice of its channels. They need sums over the whole row in
 the middle of the kernel: for these they leave their shares in device memory and wait for each other. Blocks of a group
-of tokens have consecutive numbers and are started in this order, so that they never wait for a block that cannot start.
+of tokens have consecutive numbers, and the device starts blocks in the order of their numbers: with room for all blocks
+of a group, those of the oldest unfinished group are all started sooner or later, and no block waits for ever.
 """
 
 import functools
@@ -17,10 +18,19 @@ from dsv4jax.config import ModelConfig
 from dsv4jax.model.hyper_connections import Mix, Residual
 from dsv4jax.quant import BLOCK, ceil_div
 from pallas_kernels.fp8_linear.reference import QuantizedActivations
-from pallas_kernels.hyper_connections.arg_specs import STREAMS
 from pallas_kernels.hyper_connections.device import Machine
 from pallas_kernels.hyper_connections.reference import Site, SiteWeights
-from pallas_kernels.hyper_connections.site import CHUNKS, FN_WORDS, MIXES, SUMS, TILE, Arrays, Shape, run_site
+from pallas_kernels.hyper_connections.site import (
+    FN_WORDS,
+    GROUP,
+    MIXES,
+    SLICE,
+    SUM_WORDS,
+    THREADS,
+    Arrays,
+    Shape,
+    run_site,
+)
 from pallas_kernels.topk import simt
 
 CHANNELS = 1024
@@ -30,24 +40,29 @@ COUNTERS = 4096
 """Arrival counters: as many in each call, so that a program fills a single array of zeros for all of them."""
 
 
+def least_multiprocessors(hidden: int) -> int:
+    """With how many multiprocessors all blocks of a group run at the same time: two fit one."""
+    return ceil_div(hidden // SLICE, 2)
+
+
 @functools.partial(jax.jit, static_argnames="cfg")
 def hyper_connection_site(residual: Residual, weights: SiteWeights, cfg: ModelConfig) -> Site:
     """See `pallas_kernels.hyper_connections`."""
     rows, n, hidden = residual.streams.shape
-    shape = Shape(rows, hidden, tiles=_tiles(rows))
-    groups = ceil_div(rows, shape.group)
+    shape = Shape(rows, hidden)
+    groups = ceil_div(rows, GROUP)
     ref = plgpu.RefType()
 
     def body(*refs):
         @plgpu.inline_mgpu(arg_types=(ref,) * len(refs) + (plgpu.Layout.WG_SPLAT(()),))
         def run(_, *arguments):
             *arrays, block = arguments
-            run_site(Machine(shape.threads), Arrays(*map(_array, arrays)), shape, cfg, simt.scalar(block))
+            run_site(Machine(THREADS), Arrays(*map(_array, arrays)), shape, cfg, simt.scalar(block))
 
         run(*refs, lax.axis_index("block"))
 
     bf16, f32 = jnp.bfloat16, jnp.float32
-    padded = groups * shape.group
+    padded = groups * GROUP
     streams, x, elements, scales, pre, post, mix, *_ = plgpu.kernel(
         body,
         out_type=[
@@ -64,11 +79,11 @@ def hyper_connection_site(residual: Residual, weights: SiteWeights, cfg: ModelCo
         ],
         scratch_types=[
             plgpu.SMEM((FN_WORDS,), jnp.uint32),
-            plgpu.SMEM((shape.tiles * CHUNKS * TILE * SUMS,), f32),
+            plgpu.SMEM((SUM_WORDS,), f32),
         ],
         grid=(groups * shape.slices,),
         grid_names=("block",),
-        num_threads=shape.tiles,
+        num_threads=THREADS // 128,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -86,10 +101,6 @@ def hyper_connection_site(residual: Residual, weights: SiteWeights, cfg: ModelCo
         jnp.zeros((max(COUNTERS, groups),), jnp.int32),
     )
     return streams, x, QuantizedActivations(elements, scales), Mix(pre, post, mix)
-
-
-def _tiles(rows: int) -> int:
-    return 1 if rows <= TILE else 2
 
 
 def _array(ref: ir.Value) -> simt.Array:

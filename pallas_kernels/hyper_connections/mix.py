@@ -1,11 +1,13 @@
 """The mix that a site predicts for one token, by one block (architecture section 2.2)."""
 
 from dsv4jax.config import ModelConfig
-from pallas_kernels.hyper_connections.arg_specs import STREAMS
 
+STREAMS = 4
 MIXES = STREAMS * (2 + STREAMS)
 PARTS = 5
 """Threads that share the sum of a coefficient over the slices."""
+PLACES = 128
+"""Room for these sums of a row, in shared memory."""
 
 
 def put_parts(m, projection, sums, start: int, row, slices: int) -> None:
@@ -30,25 +32,36 @@ def scale_and_base(m, scale, base):
     return m.load(scale, m.where(k < 2 * STREAMS, k >> 2, m.u32(2))), m.load(base, k)
 
 
-def logits(m, sums, start, mean_square, scale, base, cfg: ModelConfig):
-    """The 24 logits of a row, in every lane of a warp, from what `put_parts` stored in `sums` from `start` on."""
+def logit(m, sums, start, mean_square, scale, base, cfg: ModelConfig):
+    """The logit of the lane's coefficient of a row, from what `put_parts` stored in `sums` from `start` on."""
     k = _coefficient(m)
     projected = total([m.load(sums, start + k + MIXES * part) for part in range(PARTS)])
-    logit = m.fma(projected * m.rsqrt(mean_square + cfg.rms_norm_eps), scale, base)
-    return [m.broadcast(logit, i) for i in range(MIXES)]
+    return m.fma(projected * m.rsqrt(mean_square + cfg.rms_norm_eps), scale, base)
 
 
 def put_mix(m, z, results, row, cfg: ModelConfig) -> None:
-    """Stores the mix of a row that the logits `z` make; `results` are pre, post and residual of all rows."""
-    sigmoid = [m.inverse(m.exp(v * -1.0) + 1.0) for v in z[: 2 * STREAMS]]
-    pre = [v + cfg.hc_eps for v in sigmoid[:STREAMS]]
-    post = [v * 2.0 for v in sigmoid[STREAMS:]]
-    residual = _sinkhorn(m, z[2 * STREAMS :], cfg.hc_eps, cfg.hc_sinkhorn_iters)
+    """Stores the mix of a row that the lanes' logits `z` make; `results` are pre, post and residual of all rows."""
+    pre, post, residual = results
+    sigmoid = m.inverse(m.exp(z * -1.0) + 1.0)
+    with m.when(m.lane < STREAMS):
+        m.store(pre, row * STREAMS + m.lane, sigmoid + cfg.hc_eps)
+    with m.when((m.lane >> 2) == 1):
+        m.store(post, row * STREAMS + (m.lane & 3), sigmoid * 2.0)
+    # Four neighbouring lanes hold a row of the residual mix.
+    top = z
+    for distance in (1, 2):
+        other = m.exchange(top, distance)
+        top = m.where(other > top, other, top)
+    power = m.exp(z - top)
+    sum_ = power
+    for distance in (1, 2):
+        sum_ = sum_ + m.exchange(sum_, distance)
+    entry = m.fma(power, m.inverse(sum_), m.f32(cfg.hc_eps))
+    entries = [m.broadcast(entry, 2 * STREAMS + i) for i in range(STREAMS * STREAMS)]
+    matrix = _sinkhorn(m, [entries[STREAMS * i :][:STREAMS] for i in range(STREAMS)], cfg.hc_eps, cfg.hc_sinkhorn_iters)
     with m.when(m.lane == 0):
-        m.store4(results[0], row * STREAMS, pre)
-        m.store4(results[1], row * STREAMS, post)
-        for i in range(STREAMS):
-            m.store4(results[2], (row * STREAMS + i) * STREAMS, residual[STREAMS * i :][:STREAMS])
+        for i, line in enumerate(matrix):
+            m.store4(residual, (row * STREAMS + i) * STREAMS, line)
 
 
 def _coefficient(m):
@@ -64,30 +77,36 @@ def total(values):
     return values[0]
 
 
-def _sinkhorn(m, logits, eps: float, iterations: int):
-    """Softmax rows plus eps, then columns and rows in turn, ending with columns; all in the registers of a thread."""
-    c = []
-    for i in range(STREAMS):
-        row = logits[STREAMS * i : STREAMS * (i + 1)]
-        top = row[0]
-        for value in row[1:]:
-            top = m.where(value > top, value, top)
-        powers = [m.exp(value - top) for value in row]
-        factor = m.inverse(total(powers))
-        c.extend(p * factor + eps for p in powers)
+def _sinkhorn(m, matrix, eps: float, iterations: int):
+    """Normalises columns and rows in turn, ending with columns; all in the registers of a thread.
 
-    def normalise(c, stride, step):
-        """Divides the four lines whose entries are `stride` apart and whose starts are `step` apart by their sums."""
-        new = list(c)
-        for line in range(STREAMS):
-            places = [line * step + k * stride for k in range(STREAMS)]
-            factor = m.inverse(total(c[p] for p in places) + eps)
-            for p in places:
-                new[p] = c[p] * factor
-        return new
+    What changes is a divisor of each row and column. With c the matrix so far, c / (sum of c + eps) multiplies the
+    divisor d of a column by (sum of c + eps): it becomes eps d + the sum of the matrix over the divisors of the rows.
+    """
 
-    def rows_then_columns(i, *c):
-        return [i + 1, *normalise(normalise(c, 1, STREAMS), STREAMS, 1)]
+    def divisors(lines, factors, old):
+        """New divisors of `lines` of the matrix, and their inverses; `factors` are of the lines that cross them."""
+        new = []
+        for line, divisor in zip(lines, old, strict=True):
+            a, b, c, d = line
+            w, x, y, z = factors
+            new.append(m.fma(b, x, m.fma(a, w, divisor * eps)) + m.fma(d, z, c * y))
+        return new, [m.inverse(divisor) for divisor in new]
 
-    c = normalise(c, STREAMS, 1)
-    return m.while_loop(lambda i, *_: i < iterations - 1, rows_then_columns, [m.u32(0), *c])[1:]
+    columns = list(zip(*matrix, strict=True))
+    one = [m.f32(1.0)] * STREAMS
+    by_column, of_columns = divisors(columns, one, one)
+
+    def rows_then_columns(i, *state):
+        by_row, _, by_column, of_columns = (state[k : k + STREAMS] for k in range(0, 4 * STREAMS, STREAMS))
+        by_row, of_rows = divisors(matrix, of_columns, by_row)
+        by_column, of_columns = divisors(columns, of_rows, by_column)
+        return [i + 1, *by_row, *of_rows, *by_column, *of_columns]
+
+    state = [m.u32(1), *one, *one, *by_column, *of_columns]
+    state = m.while_loop(lambda i, *_: i < iterations, rows_then_columns, state)
+    of_rows, of_columns = state[1 + STREAMS :][:STREAMS], state[1 + 3 * STREAMS :]
+    return [
+        [r * value * c for value, c in zip(line, of_columns, strict=True)]
+        for r, line in zip(of_rows, matrix, strict=True)
+    ]

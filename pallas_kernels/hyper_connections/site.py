@@ -1,8 +1,8 @@
 """Per-thread code of a site, written for a `Machine`, so that the tests can run it on the emulator.
 
-A block has 128 channels of all streams of a group of tokens, one of its warps 32 channels of 16 tokens. Of these, lane
-4g + t holds 8 channels from 8t of tokens g and g + 8: what `mma.m16n8k16` wants of its left operand, if channels are
-numbered as fits.
+A block has 64 channels of all streams of a group of 32 tokens, one of its warps 32 channels of 16 tokens. Of these,
+lane 4g + t holds 8 channels from 8t of tokens g and g + 8. `mma.m16n8k16` wants its operands so, if of every 16 of its
+channels numbers 2t, 2t + 1, 2t + 8 and 2t + 9 are four neighbours of the lane.
 """
 
 import dataclasses
@@ -11,17 +11,30 @@ from typing import Any
 from dsv4jax.config import ModelConfig
 from dsv4jax.quant import ceil_div
 from pallas_kernels import rows as per_row
-from pallas_kernels.hyper_connections.arg_specs import STREAMS
-from pallas_kernels.hyper_connections.mix import MIXES, logits, put_mix, put_parts, scale_and_base, total
+from pallas_kernels.hyper_connections.mix import (
+    MIXES,
+    PLACES,
+    STREAMS,
+    logit,
+    put_mix,
+    put_parts,
+    scale_and_base,
+    total,
+)
 from pallas_kernels.rows import CHANNELS, WORDS
+from pallas_kernels.topk.simt import WARP
 
 CHUNK = 4 * CHANNELS
 """Channels of a warp."""
-CHUNKS = 4
+CHUNKS = 2
 SLICE = CHUNK * CHUNKS
 """Channels of a block."""
 TILE = 16
 """Tokens of a warp."""
+TILES = 2
+GROUP = TILE * TILES
+"""Tokens of a block."""
+THREADS = WARP * CHUNKS * TILES
 PARTS = 3
 """Parts of the projection's weights in bfloat16."""
 LINES = PARTS * MIXES
@@ -29,30 +42,20 @@ FN_WORDS = CHUNKS * STREAMS * LINES * CHUNK // 2
 """Words of the weights of a block's channels."""
 SUMS = MIXES + 2
 """What a warp sums up for a token: projections, squares of streams, squares of the collapsed stream."""
+SUM_WORDS = TILES * CHUNKS * TILE * SUMS
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a call: `tiles` times 16 tokens are a group."""
+    """Sizes of a call."""
 
     rows: int
     hidden: int
-    tiles: int
 
     @property
     def slices(self) -> int:
-        """Blocks of a group."""
+        """Blocks of a group of tokens."""
         return self.hidden // SLICE
-
-    @property
-    def group(self) -> int:
-        """Tokens of a group."""
-        return TILE * self.tiles
-
-    @property
-    def threads(self) -> int:
-        """CUDA threads of a block."""
-        return 32 * CHUNKS * self.tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +92,12 @@ def run_site(m, a: Arrays, shape: Shape, cfg: ModelConfig, block) -> None:
     group, slice_ = m.divide(block, slices)
     tile, chunk = m.divide(m.warp, CHUNKS)
     g, t = m.lane >> 2, m.lane & 3
-    first = group * shape.group
+    first = group * GROUP
     channel = slice_ * SLICE + chunk * CHUNK + t * CHANNELS
-    # Where a lane's share of the block's weights begins in shared memory: lines of 16 words. The tiles share the copies.
+    # Where a lane's share of the weights begins in shared memory, in lines of 16 words. The tiles share the copies.
     line_words = CHUNK // 2
     lane_place = (chunk * (STREAMS * LINES) + g) * line_words + t * WORDS
-    copies = [(j, line) for j in range(0, STREAMS, shape.tiles) for line in range(0, LINES, 8)]
+    copies = [(j, line) for j in range(0, STREAMS, TILES) for line in range(0, LINES, 8)]
     offsets = [((j * LINES + line) * line_words, (line * STREAMS + j) * hidden // 2) for j, line in copies]
     at = (g * (STREAMS * hidden) + tile * hidden + channel) >> 1
     m.copy_fours(a.weights, lane_place + tile * (LINES * line_words), a.fn, at, offsets)
@@ -114,8 +117,10 @@ def run_site(m, a: Arrays, shape: Shape, cfg: ModelConfig, block) -> None:
                 left = [new[0][j][k], new[1][j][k], new[0][j][k + 1], new[1][j][k + 1]]
                 products[n] = m.multiply(left, b[k : k + 2], products[n])
     # The smallest part first.
-    projected = [[low + middle + high for high, middle, low in zip(*products[n :: MIXES // 8], strict=True)]
-                 for n in range(MIXES // 8)]
+    projected = [
+        [low + middle + high for high, middle, low in zip(*products[n :: MIXES // 8], strict=True)]
+        for n in range(MIXES // 8)
+    ]
     _share_sums(m, a, shape, first, slice_, projected, squares)
 
     m.arrive(a.counters, group)
@@ -125,15 +130,15 @@ def run_site(m, a: Arrays, shape: Shape, cfg: ModelConfig, block) -> None:
                 m.store4(a.new_streams, ((row * STREAMS + j) * hidden + channel) >> 1, words)
     weight = per_row.unpack(m, m.load4(a.norm, channel >> 1))
     mixed = first + slice_ + m.warp * slices
-    mixes = (mixed < first + shape.group) & (mixed < shape.rows)
+    mixes = (mixed < first + GROUP) & (mixed < shape.rows)
     scale, base = scale_and_base(m, a.scale, a.base)
     m.wait(a.counters, group, slices)
 
-    for i in range(ceil_div(shape.group, slices)):
+    for i in range(ceil_div(GROUP, slices)):
         row = first + slice_ + i * slices
-        with m.when((row < first + shape.group) & (row < shape.rows)):
-            put_parts(m, a.projection, a.sums, i * 128, row, slices)
-    square_of_mix = _sum_over_slices(m, a.squares, m.where(mixes, mixed, first), slices, m.lane, 32)
+        with m.when((row < first + GROUP) & (row < shape.rows)):
+            put_parts(m, a.projection, a.sums, i * PLACES, row, slices)
+    square_of_mix = _sum_over_slices(m, a.squares, m.where(mixes, mixed, first), slices, m.lane, WARP)
     row_squares = [_sum_over_slices(m, a.collapsed_squares, row, slices, t, 4) for row in own]
     for row, known, words, square in zip(own, inside, collapsed, row_squares, strict=True):
         values = per_row.normalise(m, per_row.unpack(m, words), weight, square * (1 / hidden), cfg.rms_norm_eps)
@@ -148,9 +153,9 @@ def run_site(m, a: Arrays, shape: Shape, cfg: ModelConfig, block) -> None:
                 m.store(a.scales, (channel >> 5) * shape.rows + row, m.floats(encoded.scale << 23))
     m.sync()
     with m.when(mixes):
-        z = logits(m, a.sums, m.warp * 128, square_of_mix * (1 / (STREAMS * hidden)), scale, base, cfg)
+        z = logit(m, a.sums, m.warp * PLACES, square_of_mix * (1 / (STREAMS * hidden)), scale, base, cfg)
         put_mix(m, z, (a.new_pre, a.new_post, a.new_residual), mixed, cfg)
-    with m.when(m.tid == shape.threads - 1):
+    with m.when(m.tid == THREADS - 1):
         m.leave(a.counters, group, slices)
 
 
@@ -202,12 +207,12 @@ def _share_sums(m, a: Arrays, shape: Shape, first, slice_, projected, squares) -
         line = (row >> 4) * (CHUNKS * TILE) + (row & (TILE - 1))
         return total([m.load(a.sums, (line + chunk * TILE) * SUMS + k) for chunk in range(CHUNKS)])
 
-    for i in range(0, shape.group * MIXES, shape.threads):
+    for i in range(0, GROUP * MIXES, THREADS):
         row, k = m.divide(m.tid + i, MIXES)
         m.store(a.projection, ((first + row) * shape.slices + slice_) * MIXES + k, of_block(row, k))
     for i, squares in enumerate((a.squares, a.collapsed_squares)):
-        row = m.tid - i * shape.group
-        with m.when(row < shape.group):
+        row = m.tid - i * GROUP
+        with m.when(row < GROUP):
             m.store(squares, (first + row) * shape.slices + slice_, of_block(row, m.u32(MIXES + i)))
 
 
