@@ -63,7 +63,7 @@ class Machine(rows.Machine):
         """Counts the block as arrived at a counter; its writes so far are seen by blocks that wait for it."""
         self.sync()
         with self.when(self.tid == 0):
-            _effect("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [$0], 1;", "l", [_place(self, counters, index)])
+            _effect("red.release.gpu.global.add.u32 [$0], 1;", "l", [_place(self, counters, index)])
 
     def wait(self, counters: Array, index: Lane, blocks: int) -> None:
         """Waits until `blocks` blocks have arrived."""
