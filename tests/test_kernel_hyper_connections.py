@@ -1,4 +1,4 @@
-"""Hyper-connection site: the reference, refusals, the kernels' lowering, and the kernels themselves on a GPU."""
+"""Hyper-connection site: the reference, refusals, the kernel's per-thread code on an emulator, its lowering, a GPU."""
 
 import functools
 
@@ -10,6 +10,8 @@ from hopper import lowered_for_hopper, needs_hopper, needs_no_hopper
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from jax.sharding import AbstractDevice, AbstractMesh
+from site_emulator import emulate_site
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.model.hyper_connections import Residual, collapse, predict_mix
@@ -91,6 +93,51 @@ def test_a_projection_that_was_not_split_is_named():
         hyper_connection_site(residual, weights.replace(fn=fn.astype(jnp.bfloat16)), ModelConfig())
 
 
+def assert_close(got, want):
+    """Of the values that are rounded, one in tens of thousands falls to the other side: by up to an eighth in FP8."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        bound = 5e-3 if b.dtype == jnp.float8_e4m3fn else 3e-4
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert np.linalg.norm(a - b) < bound * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 1024), (40, 1024), (33, 2048)])
+def test_code_of_the_kernel(tokens, hidden):
+    residual, weights, _ = case(tokens, hidden)
+    cfg = ModelConfig()
+    want = hyper_connection_site(residual, weights, cfg, implementation="reference")
+    assert_close(emulate_site(residual, weights, cfg), want)
+
+
+def test_sinkhorn_of_large_logits():
+    residual, weights, _ = case(4)
+    weights = weights.replace(scale=weights.scale * 20)
+    want = hyper_connection_site(residual, weights, ModelConfig(), implementation="reference")
+    assert_close(emulate_site(residual, weights, ModelConfig())[-1], want[-1])
+
+
+def test_a_token_does_not_depend_on_the_others():
+    residual, weights, _ = case(40)
+    some = np.array([35, 3, 17])
+    streams, x, quantized, mix = emulate_site(residual, weights, ModelConfig())
+    few = emulate_site(jax.tree.map(lambda a: a[some], residual), weights, ModelConfig())
+    want = streams[some], x[some], (quantized[0][some], quantized[1][:, some]), [a[some] for a in mix]
+    for a, b in zip(jax.tree.leaves(few), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_blocks_that_wait_for_each_other_must_fit_the_device():
+    residual, weights, _ = jax.eval_shape(lambda: case(2, HIDDEN))
+    device = AbstractDevice(device_kind="NVIDIA H200 MIG 1g.18gb", platform="cuda", num_cores=16)
+    with (
+        jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)),
+        pytest.raises(ValueError, match="16 multiprocessors: must be 40 or more"),
+    ):
+        jax.eval_shape(
+            functools.partial(hyper_connection_site, cfg=ModelConfig(), implementation="pallas"), residual, weights
+        )
+
+
 @pytest.mark.parametrize("tokens", [1, 5, *TOKENS, 1000])
 def test_lowers_for_cuda(tokens):
     assert lowered(tokens, "pallas").count("mosaic_gpu") >= 2
@@ -121,8 +168,19 @@ def test_kernel_on_gpu(tokens):
     kernel, reference = run("pallas"), run("reference")
     for a, b in zip(jax.tree.leaves(kernel), jax.tree.leaves(run("pallas")), strict=True):
         np.testing.assert_array_equal(a, b)
-    for got, want in zip(jax.tree.leaves(kernel), jax.tree.leaves(reference), strict=True):
-        # Of the values that are rounded, one in tens of thousands falls to the other side: by up to an eighth in FP8.
-        bound = 5e-3 if want.dtype == jnp.float8_e4m3fn else 3e-4
-        got, want = (np.asarray(a, np.float64) for a in (got, want))
-        assert np.linalg.norm(got - want) < bound * np.linalg.norm(want)
+    assert_close(kernel, reference)
+
+
+@needs_hopper
+def test_a_token_does_not_depend_on_the_others_on_gpu():
+    residual, weights, _ = case(96, HIDDEN)
+    site = jax.jit(functools.partial(hyper_connection_site, cfg=ModelConfig(), implementation="pallas"))
+    every = site(residual, weights)
+    few = site(jax.tree.map(lambda a: a[40:47], residual), weights)
+
+    def by_row(result):
+        streams, x, quantized, mix = result
+        return jax.tree.leaves((streams, x, quantized.elements, quantized.scale.T, mix))
+
+    for a, b in zip(by_row(few), by_row(every), strict=True):
+        np.testing.assert_array_equal(a, b[40:47])

@@ -2,9 +2,10 @@
 
 from dsv4jax.config import ModelConfig
 from dsv4jax.model.hyper_connections import Residual
-from pallas_kernels.device import hopper_obstacle
+from pallas_kernels.device import hopper_obstacle, multiprocessors
 from pallas_kernels.hyper_connections import kernel, reference
-from pallas_kernels.hyper_connections.device import CHANNELS, STREAMS
+from pallas_kernels.hyper_connections.kernel import CHANNELS
+from pallas_kernels.hyper_connections.mix import STREAMS
 from pallas_kernels.hyper_connections.reference import Site, SiteWeights, join_fp32, split_fp32
 
 __all__ = ["Site", "SiteWeights", "hyper_connection_site", "join_fp32", "split_fp32"]
@@ -22,12 +23,12 @@ def hyper_connection_site(
       residual: streams [tokens, streams, hidden] and output [tokens, hidden], mix in fp32.
       weights: of this site, with the norm of its sublayer.
       implementation: "reference" (plain JAX), "pallas" (Hopper GPUs; bfloat16, four streams, hidden a multiple of 1024
-        up to 7168; without a copy of the streams where tokens are a multiple of 8), or None for what the device
-        supports.
+        up to 7168), or None for what the device supports.
 
     Values are rounded to the type of the streams where the reference does: streams, collapsed and normalised input. The
-    kernel's fp32 sums have their own fixed order, so the result is the same on every run and differs from the reference
-    by an occasional last bit. A token with NaN or infinity gives unspecified values in its own row only.
+    kernel's fp32 sums have their own fixed order: a token's result is the same on every run and whatever other tokens
+    there are, and differs from the reference by an occasional last bit. A token with NaN or infinity gives unspecified
+    values in its own row only.
 
     Raises:
       ValueError: there are no tokens, `fn` was not split, or `implementation` is unknown or cannot run; the message
@@ -59,4 +60,9 @@ def _obstacle(residual: Residual, weights: SiteWeights) -> str | None:
     if streams != STREAMS or hidden % CHANNELS or not CHANNELS <= hidden <= kernel.MAX_HIDDEN:
         wanted = f"{STREAMS} streams of a multiple of {CHANNELS} channels up to {kernel.MAX_HIDDEN}"
         return f"there are {streams} streams of {hidden} channels: must be {wanted}"
-    return hopper_obstacle()
+    if obstacle := hopper_obstacle():
+        return obstacle
+    number, least = multiprocessors(), kernel.least_multiprocessors(hidden)
+    if number < least:
+        return f"the device has {number} multiprocessors: must be {least} or more"
+    return None

@@ -1,128 +1,112 @@
-"""The mix that a site predicts for one row, by one warpgroup (architecture section 2.2)."""
+"""The mix that a site predicts for one token, by one block (architecture section 2.2)."""
 
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from dsv4jax.config import ModelConfig
 
-from dsv4jax.quant import ceil_div
-from pallas_kernels.hyper_connections.device import (
-    MIXES,
-    REF,
-    SCALAR,
-    STREAMS,
-    asm,
-    f32,
-    i32,
-    load,
-    store,
-    thread,
-    total,
-)
-
+STREAMS = 4
+MIXES = STREAMS * (2 + STREAMS)
 PARTS = 5
-"""Threads that share the sum of a coefficient over the slices: 5 x 24 of the 128."""
-SQUARES, LOGITS, SCRATCH = 128, 256, 512
-"""Places in the scratch array behind the partial sums, and its size."""
+"""Threads that share the sum of a coefficient over the slices."""
+PLACES = 128
+"""Room for these sums of a row, in shared memory."""
 
 
-def predict(slices: int, padded: int, flat: int, norm_eps: float, hc_eps: float, iterations: int):
-    """Sums over the slices in a fixed order, then sigmoids and Sinkhorn."""
-
-    @plgpu.inline_mgpu(arg_types=(REF,) * 8 + (SCALAR,))
-    def run(_, projection, squares, base, scale, pre, post, residual, scratch, row):
-        row, own = row.registers.item(), thread()
-        less = arith.CmpIPredicate.ult
-        each = ceil_div(slices, PARTS)
-
-        def sum_over(slots, last, at):
-            """Sum of at(slice) over those of `slots` below `last`."""
-            values = []
-            for slot in slots:
-                inside = arith.cmpi(less, slot, last)
-                value = at(arith.minui(slot, i32(slices - 1)))
-                values.append(arith.select(inside, value, f32(0.0)))
-            return total(values)
-
-        with mgpu.utils.when(arith.cmpi(less, own, i32(PARTS * MIXES))):
-            k, part = arith.remui(own, i32(MIXES)), arith.divui(own, i32(MIXES))
-            first = arith.muli(part, i32(each))
-            last = arith.minui(arith.addi(first, i32(each)), i32(slices))
-            line = arith.muli(row, i32(slices))
-
-            def projected(c):
-                return load(projection, arith.addi(arith.muli(arith.addi(line, c), i32(MIXES)), k))
-
-            def squared(c):
-                return load(squares, arith.addi(arith.muli(c, i32(padded)), row))
-
-            mine = [arith.addi(first, i32(i)) for i in range(each)]
-            store(scratch, own, sum_over(mine, last, projected))
-            turns = range(0, slices, PARTS * MIXES)
-            mine = [arith.addi(own, i32(i)) for i in turns]
-            store(scratch, arith.addi(own, i32(SQUARES)), sum_over(mine, i32(slices), squared))
-        mgpu.utils.warpgroup_barrier()
-        with mgpu.utils.when(arith.cmpi(less, own, i32(MIXES))):
-            m = total(load(scratch, arith.addi(own, i32(MIXES * part))) for part in range(PARTS))
-            square = total(load(scratch, i32(SQUARES + i)) for i in range(PARTS * MIXES))
-            mean = arith.addf(arith.mulf(square, f32(1 / flat)), f32(norm_eps))
-            statistic = asm("rsqrt.approx.ftz.f32 $0, $1;", [mean], ir.F32Type.get(), "=f,f")
-            kind = arith.minui(arith.divui(own, i32(STREAMS)), i32(2))
-            z = arith.mulf(arith.mulf(m, statistic), load(scale, kind))
-            store(scratch, arith.addi(own, i32(LOGITS)), arith.addf(z, load(base, own)))
-        mgpu.utils.warpgroup_barrier()
-        with mgpu.utils.when(arith.cmpi(less, own, i32(1))):
-            z = [load(scratch, i32(LOGITS + k)) for k in range(MIXES)]
-            sigmoid = [_inverse(arith.addf(f32(1.0), _exp(arith.negf(v)))) for v in z[: 2 * STREAMS]]
-            values = (
-                (pre, [arith.addf(v, f32(hc_eps)) for v in sigmoid[:STREAMS]]),
-                (post, [arith.mulf(f32(2.0), v) for v in sigmoid[STREAMS:]]),
-                (residual, _sinkhorn(z[2 * STREAMS :], hc_eps, iterations)),
-            )
-            for target, numbers in values:
-                for k, number in enumerate(numbers):
-                    store(target, arith.addi(arith.muli(row, i32(len(numbers))), i32(k)), number)
-
-    return run
+def put_parts(m, projection, sums, start: int, row, slices: int) -> None:
+    """Each of 5 x 24 threads adds up its part of a coefficient's slices of a row, and stores the sum in `sums`
+    from `start` on; a barrier must follow."""
+    each = -(-slices // PARTS)
+    part, k = m.divide(m.tid, MIXES)
+    with m.when(part < PARTS):
+        values = []
+        for i in range(each):
+            at = part * each + i
+            inside = at < slices
+            at = m.where(inside, at, m.u32(0))
+            value = m.load(projection, (row * slices + at) * MIXES + k)
+            values.append(m.where(inside, value, m.f32(0.0)))
+        m.store(sums, m.tid + start, total(values))
 
 
-def _exp(x):
-    """e^x to about 2 units in the last place: 2^t with t = x log2(e), corrected by what the rounding of t lost."""
-    text = (
-        "{ .reg .f32 t, r; mul.rn.f32 t, $1, 0f3fb8aa3b; neg.f32 r, t; fma.rn.f32 r, $1, 0f3fb8aa3b, r;"
-        " fma.rn.f32 r, $1, 0f32a57060, r; mul.rn.f32 r, r, 0f3f317218; ex2.approx.ftz.f32 t, t;"
-        " fma.rn.f32 $0, t, r, t; }"
-    )
-    return asm(text, [x], ir.F32Type.get(), "=f,f")
+def scale_and_base(m, scale, base):
+    """Scale and base of the coefficient of which the lane has the number."""
+    k = _coefficient(m)
+    return m.load(scale, m.where(k < 2 * STREAMS, k >> 2, m.u32(2))), m.load(base, k)
 
 
-def _inverse(x):
-    return asm("rcp.approx.ftz.f32 $0, $1;", [x], ir.F32Type.get(), "=f,f")
+def logit(m, sums, start, mean_square, scale, base, cfg: ModelConfig):
+    """The logit of the lane's coefficient of a row, from what `put_parts` stored in `sums` from `start` on."""
+    k = _coefficient(m)
+    projected = total([m.load(sums, start + k + MIXES * part) for part in range(PARTS)])
+    return m.fma(projected * m.rsqrt(mean_square + cfg.rms_norm_eps), scale, base)
 
 
-def _sinkhorn(logits, eps: float, iterations: int):
-    """Softmax rows plus eps, then columns and rows in turn, ending with columns; all in the registers of a thread."""
-    c = []
-    for i in range(STREAMS):
-        row = logits[STREAMS * i : STREAMS * (i + 1)]
-        top = row[0]
-        for value in row[1:]:
-            top = arith.maximumf(top, value)
-        powers = [_exp(arith.subf(value, top)) for value in row]
-        factor = _inverse(total(powers))
-        c.extend(arith.addf(arith.mulf(p, factor), f32(eps)) for p in powers)
+def put_mix(m, z, results, row, cfg: ModelConfig) -> None:
+    """Stores the mix of a row that the lanes' logits `z` make; `results` are pre, post and residual of all rows."""
+    pre, post, residual = results
+    sigmoid = m.inverse(m.exp(z * -1.0) + 1.0)
+    with m.when(m.lane < STREAMS):
+        m.store(pre, row * STREAMS + m.lane, sigmoid + cfg.hc_eps)
+    with m.when((m.lane >> 2) == 1):
+        m.store(post, row * STREAMS + (m.lane & 3), sigmoid * 2.0)
+    # Four neighbouring lanes hold a row of the residual mix.
+    top = z
+    for distance in (1, 2):
+        other = m.exchange(top, distance)
+        top = m.where(other > top, other, top)
+    power = m.exp(z - top)
+    sum_ = power
+    for distance in (1, 2):
+        sum_ = sum_ + m.exchange(sum_, distance)
+    entry = m.fma(power, m.inverse(sum_), m.f32(cfg.hc_eps))
+    entries = [m.broadcast(entry, 2 * STREAMS + i) for i in range(STREAMS * STREAMS)]
+    matrix = _sinkhorn(m, [entries[STREAMS * i :][:STREAMS] for i in range(STREAMS)], cfg.hc_eps, cfg.hc_sinkhorn_iters)
+    with m.when(m.lane == 0):
+        for i, line in enumerate(matrix):
+            m.store4(residual, (row * STREAMS + i) * STREAMS, line)
 
-    def normalise(c, stride, step):
-        """Divides the four lines whose entries are `stride` apart and whose starts are `step` apart by their sums."""
-        new = list(c)
-        for line in range(STREAMS):
-            places = [line * step + k * stride for k in range(STREAMS)]
-            factor = _inverse(arith.addf(total(c[p] for p in places), f32(eps)))
-            for p in places:
-                new[p] = arith.mulf(c[p], factor)
-        return new
 
-    c = normalise(c, STREAMS, 1)
-    for _ in range(iterations - 1):
-        c = normalise(normalise(c, 1, STREAMS), STREAMS, 1)
-    return c
+def _coefficient(m):
+    return m.where(m.lane < MIXES, m.lane, m.u32(0))
+
+
+def total(values):
+    """Pairwise sum."""
+    values = list(values)
+    while len(values) > 1:
+        pairs = [a + b for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
+
+
+def _sinkhorn(m, matrix, eps: float, iterations: int):
+    """Normalises columns and rows in turn, ending with columns; all in the registers of a thread.
+
+    What changes is a divisor of each row and column. With c the matrix so far, c / (sum of c + eps) multiplies the
+    divisor d of a column by (sum of c + eps): it becomes eps d + the sum of the matrix over the divisors of the rows.
+    """
+
+    def divisors(lines, factors, old):
+        """New divisors of `lines` of the matrix, and their inverses; `factors` are of the lines that cross them."""
+        new = []
+        for line, divisor in zip(lines, old, strict=True):
+            a, b, c, d = line
+            w, x, y, z = factors
+            new.append(m.fma(b, x, m.fma(a, w, divisor * eps)) + m.fma(d, z, c * y))
+        return new, [m.inverse(divisor) for divisor in new]
+
+    columns = list(zip(*matrix, strict=True))
+    one = [m.f32(1.0)] * STREAMS
+    by_column, of_columns = divisors(columns, one, one)
+
+    def rows_then_columns(i, *state):
+        by_row, _, by_column, of_columns = (state[k : k + STREAMS] for k in range(0, 4 * STREAMS, STREAMS))
+        by_row, of_rows = divisors(matrix, of_columns, by_row)
+        by_column, of_columns = divisors(columns, of_rows, by_column)
+        return [i + 1, *by_row, *of_rows, *by_column, *of_columns]
+
+    state = [m.u32(1), *one, *one, *by_column, *of_columns]
+    state = m.while_loop(lambda i, *_: i < iterations, rows_then_columns, state)
+    of_rows, of_columns = state[1 + STREAMS :][:STREAMS], state[1 + 3 * STREAMS :]
+    return [
+        [r * value * c for value, c in zip(line, of_columns, strict=True)]
+        for r, line in zip(of_rows, matrix, strict=True)
+    ]
