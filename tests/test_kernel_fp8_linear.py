@@ -132,10 +132,10 @@ def test_every_shape_has_a_plan_that_fits(rows, out, steps):
         out_of_all = 2 * OUTPUTS * groups * -(-out // (2 * OUTPUTS * groups)) if grouped else out
         plan = choose_plan(rows, out_of_all, steps * STEP, grouped)
         assert kernel.obstacle(rows, groups, (out_of_all,), steps * STEP, plan) is None
-        x = tile_rows(rows, plan) * (2 * STEP if grouped else STEP + STEP // 8)
+        x = tile_rows(rows) * (2 * STEP if grouped else STEP + STEP // 8)
         tiles = plan.deep * plan.stages * (plan.width * STEP + x)
         assert tiles + plan.consumers * 2 * plan.tiles * SCALE_WORDS * 4 + 1024 <= SHARED_BYTES
-        if registers := plan.registers(tile_rows(rows, plan)):
+        if registers := plan.registers(tile_rows(rows)):
             share = REGISTERS // (plan.threads + 128)
             assert share < registers < 256 and registers % 8 == 0
             assert registers * plan.threads + COPYING_REGISTERS * 128 <= share // 8 * 8 * (plan.threads + 128)

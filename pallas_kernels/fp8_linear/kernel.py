@@ -36,9 +36,9 @@ def obstacle(rows: int, groups: int, outs: tuple[int, ...], inner: int, plan: Pl
     workers = plan.splits * plan.deep
     if ceil_div(inner // STEP, workers) > SCALE_WORDS or workers > inner // STEP:
         return f"weight [{total}, {inner}]: {inner} channels do not fit {plan}"
-    if plan.splits > 1 and ceil_div(rows, tile_rows(rows, plan)) * total // outputs > COUNTERS:
+    if plan.splits > 1 and ceil_div(rows, tile_rows(rows)) * total // outputs > COUNTERS:
         return f"{rows} rows: too many tiles of [{total}, {inner}] share blocks"
-    if plan.stages * STEP * outputs < tile_rows(rows, plan) * outputs * 4:
+    if plan.stages * STEP * outputs < tile_rows(rows) * outputs * 4:
         return f"{rows} rows: the sums do not fit the space of the weight tiles of {plan}"
     return None
 
@@ -69,7 +69,7 @@ def fp8_matmul(
     if quantized and rows % 4:
         x_scale = jnp.pad(x_scale, ((0, 0), (0, -rows % 4)))  # Copies want lines of whole 16 bytes.
     wide, deep, stages, width = plan.wide, plan.deep, plan.stages, plan.width
-    height = tile_rows(rows, plan)
+    height = tile_rows(rows)
     registers = plan.registers(height) if quantized else None  # Products with bfloat16 x are summed where they arise.
     row_tiles, tiles = ceil_div(rows, height), out // width
     workers, steps, slots = plan.splits * deep, inner // STEP, deep * stages

@@ -38,8 +38,6 @@ class Plan:
     """Steps in flight for each of the `deep` turns."""
     sets: int = 2
     """Products in flight within a warpgroup."""
-    rows: int = MAX_TILE_ROWS
-    """Rows of a block at most."""
 
     @property
     def consumers(self) -> int:
@@ -67,18 +65,19 @@ class Plan:
 
 
 _MEASURED = {
-    (1792, 5120): (Plan(deep=2, splits=4, stages=5, sets=4), Plan(deep=3, splits=4, stages=3, sets=1)),
-    (32768, 1280): (Plan(deep=1, splits=1, stages=5, sets=3), Plan(wide=2, tiles=2, stages=4)),
+    (1792, 5120): (Plan(deep=2, splits=4, stages=5, sets=4), Plan(deep=2, splits=4)),
+    (32768, 1280): (Plan(stages=5, sets=3), Plan(wide=2, tiles=2, stages=3)),
+    (4096, 1280): (Plan(deep=2, stages=5, sets=4), Plan(deep=3, stages=3, sets=1)),
     (5120, 8192): (Plan(deep=2, splits=3, stages=5, sets=4), Plan(tiles=2, deep=2, splits=3, stages=3)),
-    (4608, 5120): (Plan(deep=1, splits=5, stages=6, sets=4), Plan(tiles=2, deep=2, splits=3, stages=3)),
-    (5120, 2304): (Plan(deep=2, splits=3, stages=3, sets=4), Plan(tiles=2, deep=2, splits=3, stages=3)),
+    (4608, 5120): (Plan(splits=5, stages=6, sets=4), Plan(tiles=2, deep=2, splits=3, stages=3)),
+    (5120, 2304): (Plan(deep=2, splits=3, stages=3, sets=4), Plan(deep=3, stages=3, sets=1)),
 }
 """The fastest plans of those that were tried for weights [out, in], at 8 to 16 and at 96 rows."""
 
 
-def tile_rows(rows: int, plan: Plan) -> int:
+def tile_rows(rows: int) -> int:
     """Rows of a block: all, if they fit, to a multiple of 8."""
-    return ceil_div(min(rows, plan.rows), 8) * 8
+    return ceil_div(min(rows, MAX_TILE_ROWS), 8) * 8
 
 
 def choose_plan(rows: int, out: int, inner: int, grouped: bool = False) -> Plan:
