@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import command_line
 import numpy as np
@@ -27,13 +28,14 @@ from executables import (
 
 from dsv4jax.chat import ReplyParser, encode_chat
 from dsv4jax.checkpoint.engram_tables import HostEngramTables
-from dsv4jax.checkpoint.load import compressed_ids, load_params
+from dsv4jax.checkpoint.load import compressed_ids
 from dsv4jax.config import ModelConfig
-from dsv4jax.engine.generating import EngineGenerator
-from dsv4jax.generate import Generator
+from dsv4jax.engine.engine_params import load_engine_params
+from dsv4jax.engine.engine_shape import EngineShape
+from dsv4jax.engine.generating import EngineGenerator, generation_shape
+from dsv4jax.engine.programs import Programs
 from dsv4jax.implementation import with_implementation
 from dsv4jax.numerics import FAST, REFERENCE
-from dsv4jax.packing import pack_params
 from dsv4jax.sampling_settings import RequestSampling
 from dsv4jax.tokenizer import StreamDecoder, Tokenizer
 
@@ -52,6 +54,13 @@ _NUMERICS = flags.DEFINE_enum("numerics", "reference", ["reference", "fast"], "W
 _IMPLEMENTATION = command_line.implementation_flag()
 _REPLAY = flags.DEFINE_enum(
     "replay", "exact", ["exact", "bounded"], "Decoder layers over the prompt: all of it, or its end."
+)
+_DRAFTS = flags.DEFINE_integer(
+    "drafts",
+    None,
+    "Drafts that each request verifies in a step; 0 for plain decoding. Default: the draft's block, 0 with"
+    " --engram=host.",
+    0,
 )
 _ENGRAM = flags.DEFINE_enum("engram", "device", ["device", "host"], "Where the Engram tables live.")
 
@@ -141,7 +150,7 @@ def main() -> None:
         temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value, min_p=_MIN_P.value, seed=_SEED.value
     )
     if EXECUTABLES.value:
-        use_virtual_devices(check_flags((_NUMERICS, _IMPLEMENTATION, _REPLAY, _ENGRAM)))
+        use_virtual_devices(check_flags((_NUMERICS, _IMPLEMENTATION, _REPLAY, _DRAFTS, _ENGRAM)))
     model = model_directory(_MODEL.value)
     cfg = ModelConfig.from_checkpoint(model)
     tokenizer = Tokenizer.from_checkpoint(model)
@@ -153,8 +162,7 @@ def main() -> None:
     screen = _Screen(titles)
     left = [_MAX_TOKENS.value] * len(prompts)
     with contextlib.ExitStack() as stack:
-        generate = _exported if EXECUTABLES.value else _compiled
-        for index, token in generate(stack, model, cfg, tokenizer, prompts, sampling):
+        for index, token in _generate(stack, model, cfg, tokenizer, prompts, sampling):
             left[index] -= 1
             end = token == tokenizer.eos_id
             text = "" if end else writers[index].push(token)
@@ -162,52 +170,7 @@ def main() -> None:
             screen.write(index, text + (writers[index].finish() if done else ""), done)
 
 
-def _compiled(
-    _: contextlib.ExitStack,
-    model: Path,
-    cfg: ModelConfig,
-    tokenizer: Tokenizer,
-    prompts: list[np.ndarray],
-    sampling: RequestSampling,
-) -> Iterator[tuple[int, int]]:
-    """(prompt, token) of all prompts, interleaved, by programs made for them; then the summary."""
-    on_device = _ENGRAM.value == "device"
-    numerics, _ = with_implementation(FAST if _NUMERICS.value == "fast" else REFERENCE, _IMPLEMENTATION.value, cfg)
-
-    loading = time.perf_counter()
-    params = load_params(model, cfg, tables_on_device=on_device, progress=_MODEL.value is not None)
-    if numerics.implementation == "pallas":
-        params = pack_params(params)
-    loaded = time.perf_counter()
-    generator = Generator(
-        params,
-        cfg,
-        prompts,
-        max_tokens=_MAX_TOKENS.value,
-        sampling=sampling,
-        stop_ids=[tokenizer.eos_id],
-        usable_ids=min(tokenizer.vocab_size, cfg.vocab_size),
-        numerics=numerics,
-        replay=_REPLAY.value,
-        tables=None if on_device else HostEngramTables(model, cfg),
-    )
-    first = None
-    for index, token, _ in generator.run():
-        first = first or time.perf_counter()
-        yield index, token
-
-    t = generator.timing
-    print(
-        f"\nprefill {_rate(t.prefill_tokens, t.prefill_seconds)}, decode {_rate(t.decode_tokens, t.decode_seconds)};"
-        f" {len(prompts)} prompts, {_NUMERICS.value} numerics,"
-        f" {numerics.implementation} implementation, {_REPLAY.value} replay\n"
-        f"first token {first - loading:.1f} s after start of loading: loading {loaded - loading:.1f} s, compiling"
-        f" {t.compile_seconds:.1f} s",
-        file=sys.stderr,
-    )
-
-
-def _exported(
+def _generate(
     stack: contextlib.ExitStack,
     model: Path,
     cfg: ModelConfig,
@@ -215,17 +178,26 @@ def _exported(
     prompts: list[np.ndarray],
     sampling: RequestSampling,
 ) -> Iterator[tuple[int, int]]:
-    """The same by exported programs."""
-    loading = time.perf_counter()
-    exported = load_exported(stack, cfg)
-    on_device = exported.shape.tables_on_device
-    tables = () if on_device else (HostEngramTables(model, cfg), compressed_ids(tokenizer, cfg))
-    programs = exported.programs(*tables)
+    """(prompt, token) of all prompts, interleaved; then the summary."""
+    begin = time.perf_counter()
+
+    def host_tables(shape: EngineShape) -> tuple[Any, ...]:
+        return () if shape.tables_on_device else (HostEngramTables(model, cfg), compressed_ids(tokenizer, cfg))
+
+    if EXECUTABLES.value:
+        exported = load_exported(stack, cfg)
+        shape = exported.shape
+        programs = exported.programs(*host_tables(shape))
+        ready = time.perf_counter()
+        params = load_exported_params(exported, _MODEL.value, cfg)
+    else:
+        shape = _shape(cfg, prompts)
+        programs = Programs(cfg, shape.cache, shape.buckets, shape.numerics, shape.layout, *host_tables(shape))
+        ready = time.perf_counter()
+        params = load_engine_params(model, cfg, shape, shape.layout, progress=_MODEL.value is not None)
     loaded = time.perf_counter()
-    params = load_exported_params(exported, _MODEL.value, cfg)
-    placed = time.perf_counter()
     generator = EngineGenerator(
-        exported.shape,
+        shape,
         programs,
         params,
         prompts,
@@ -234,17 +206,38 @@ def _exported(
         eos_id=tokenizer.eos_id,
         usable_ids=min(tokenizer.vocab_size, cfg.vocab_size),
     )
-    first, count = None, 0
+    first = None
     for index, tokens, _ in generator.run():
-        first, count = first or time.perf_counter(), count + len(tokens)
+        first = first or time.perf_counter()
         yield from ((index, token) for token in tokens)
+    drafts = generator.drafts
+    accepted, verified = sum(drafts.accepted), sum(drafts.verified)
+    outcome = "no drafts"
+    if drafts.rounds:
+        length = 1 + accepted / drafts.rounds
+        outcome = f"{accepted} of {verified} drafts accepted, {length:.2f} tokens a verification"
     print(
-        f"\n{generator.prompt_tokens} tokens of {len(prompts)} prompts run and {count} generated in {generator.steps}"
-        f" steps of {generator.seconds:.2f} s in all\n"
-        f"first token {first - loading:.1f} s after start of loading: programs {loaded - loading:.1f} s, weights"
-        f" {placed - loaded:.1f} s",
+        f"\nprefill {_rate(generator.prefill_tokens, generator.prefill_seconds)},"
+        f" decode {_rate(generator.decode_tokens, generator.decode_seconds)}; {len(prompts)} prompts,"
+        f" {outcome}\n"
+        f"first token {first - begin:.1f} s after the start: programs {ready - begin:.1f} s, weights"
+        f" {loaded - ready:.1f} s; {shape.numerics.implementation} implementation, {shape.replay} replay",
         file=sys.stderr,
     )
+
+
+def _shape(cfg: ModelConfig, prompts: list[np.ndarray]) -> EngineShape:
+    """What the flags say, sized for the prompts."""
+    on_device, drafts = _ENGRAM.value == "device", _DRAFTS.value
+    if drafts is None:
+        drafts = cfg.dspark_block_size if on_device else 0
+    if drafts > cfg.dspark_block_size:
+        raise ValueError(f"--drafts={drafts}: the checkpoint's draft makes at most {cfg.dspark_block_size}")
+    if drafts and not on_device:
+        raise ValueError(f"--drafts={drafts}: must be 0 with --engram=host, because only the device knows drafts")
+    numerics, _ = with_implementation(FAST if _NUMERICS.value == "fast" else REFERENCE, _IMPLEMENTATION.value, cfg)
+    options = dict(max_tokens=_MAX_TOKENS.value, numerics=numerics, replay=_REPLAY.value)
+    return generation_shape(cfg, prompts, drafts=drafts, tables_on_device=on_device, **options)
 
 
 def _rate(tokens: int, seconds: float) -> str:

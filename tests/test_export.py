@@ -354,7 +354,7 @@ def test_the_command_that_generates(exported):
     done = script("generate.py", *arguments)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^--- (.*)$", done.stdout, re.M) == ["'ab'", "'Once upon'"]
-    assert re.search(r"12 generated in \d+ steps of .*\nfirst token .* s after start of loading", done.stderr)
+    assert re.search(r"decode \d+ tokens .*; 2 prompts, .*\nfirst token .* s after the start: programs", done.stderr)
 
 
 def test_the_server_answers_without_compiling_anything(exported):
