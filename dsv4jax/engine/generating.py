@@ -45,8 +45,8 @@ def generation_shape(
       chunk: tokens of prompts per step, a multiple of 16.
 
     Raises:
-      ValueError: no prompt, an empty one, or one that with `max_tokens` exceeds the model's context; another argument
-        out of range.
+      ValueError: no prompt, an empty one, one with ids out of range, or that with `max_tokens` exceeds the model's
+        context; another argument out of range.
     """
     if not prompts:
         raise ValueError("prompts: at least one is needed")
@@ -57,6 +57,7 @@ def generation_shape(
     if not 0 <= drafts <= cfg.dspark_block_size:
         raise ValueError(f"drafts = {drafts}: must be in 0..{cfg.dspark_block_size}")
     for i, prompt in enumerate(prompts):
+        token_ids(prompt, cfg.vocab_size, f"prompt {i}")
         if len(prompt) == 0:
             raise ValueError(f"prompt {i} is empty: at least one token is needed")
         if len(prompt) + max_tokens > cfg.max_position_embeddings:
