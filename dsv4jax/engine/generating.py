@@ -68,7 +68,8 @@ def generation_shape(
     number, lengths = len(prompts), [len(prompt) + max_tokens for prompt in prompts]
     cache = CacheConfig(
         slots=number,
-        pages=sum(ceil_div(length, CacheConfig.page_size) for length in lengths),
+        # Room for drafts behind the last token, so that none is withheld for lack of a page.
+        pages=sum(ceil_div(length + drafts, CacheConfig.page_size) for length in lengths),
         drafts="shared" if drafts else None,
     )
     deterministic = replay == "exact"
@@ -115,7 +116,7 @@ class EngineGenerator(Observer):
         eos_id: int,
         usable_ids: int | None = None,
     ):
-        """Checks the prompts; request i takes seed + i.
+        """Checks the prompts; request i takes seed + i, wrapped into the range of a signed 64-bit integer.
 
         Raises:
           ValueError: a prompt that is empty, has ids out of range, or with `max_tokens` exceeds the context; programs
@@ -131,7 +132,8 @@ class EngineGenerator(Observer):
         self._engine = Engine(scheduler, executor, self)
         self._index = {}
         for i, prompt in enumerate(prompts):
-            seeded = sampling if sampling.seed is None else dataclasses.replace(sampling, seed=sampling.seed + i)
+            seed = None if sampling.seed is None else (sampling.seed + i + 2**63) % 2**64 - 2**63
+            seeded = dataclasses.replace(sampling, seed=seed)
             ids = token_ids(prompt, programs.cfg.vocab_size, f"prompt {i}")
             request = GenerationRequest(f"{i}", ids, max_tokens, sampling=seeded)
             (sequence,) = self._engine.submit(request)
