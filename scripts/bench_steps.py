@@ -193,6 +193,9 @@ def check_flags(result: Result, params: Params, cfg: ModelConfig, numerics: Nume
     for case in (decode_case(cfg, 8, 2, 2048), prefill_case(cfg, 512, 1024, "bounded")):
         lower = functools.cache(functools.partial(case.lower, params, cfg, numerics, emulated_rank(_RANKS.value)))
         compiled = compile_apart(dict.fromkeys(VARIANTS, lower), VARIANTS)
+        for program in compiled.values():
+            if isinstance(program, Exception) and not isinstance(program, jax.errors.JaxRuntimeError):
+                raise program
         programs = {name: program for name, program in compiled.items() if not isinstance(program, Exception)}
         make_cache = functools.partial(random_cache, cfg, case.cache_cfg, numerics)
         equal = compare_programs(programs, params, case.batch, make_cache)
