@@ -203,6 +203,14 @@ def test_a_step_is_one_call_of_each_program_for_all_ranks_in_the_smallest_shape_
     assert len([b for b in shapes if isinstance(b, DecodeBucket)]) > 2
 
 
+def test_ids_that_may_be_chosen_are_some_of_the_vocabulary(fakes):
+    buckets = make_buckets(CACHE, prefill_tokens=[16], prefill_requests=1, decode_requests=[4], contexts=[LENGTH])
+    programs = Programs(CFG, CACHE, buckets, NOQUANT, ThreeRanks(), params={}, progress=False)
+    for usable_ids in (0, CFG.vocab_size + 1):
+        with pytest.raises(ValueError, match=rf"^usable_ids = {usable_ids}: must be in 1\.\.{CFG.vocab_size}"):
+            JaxExecutor({}, programs, usable_ids=usable_ids)
+
+
 def test_masks_of_all_ranks_go_to_their_slots_in_one_call(fakes):
     buckets = make_buckets(CACHE, prefill_tokens=[16], prefill_requests=1, decode_requests=[4], contexts=[LENGTH])
     programs = Programs(CFG, CACHE, buckets, NOQUANT, ThreeRanks(), params={}, progress=False)

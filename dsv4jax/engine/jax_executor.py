@@ -114,6 +114,9 @@ class JaxExecutor:
       strict: a step during which anything was compiled fails; for tests of the promise that nothing is.
       balancers: rearrange the experts of the backbone layers and of the draft stages while steps run; `params` have
         them where these say. One for each kind that the programs have slots for.
+
+    Raises:
+      ValueError: `usable_ids` leaves no token, or more than the vocabulary has.
     """
 
     def __init__(
@@ -125,12 +128,15 @@ class JaxExecutor:
         strict: bool = False,
         balancers: Sequence[ExpertBalancer] = (),
     ):
+        vocab = programs.cfg.vocab_size
+        if usable_ids is not None and not 1 <= usable_ids <= vocab:
+            raise ValueError(f"usable_ids = {usable_ids}: must be in 1..{vocab}, the vocabulary")
         self._params, self._programs = params, programs
         self._balancers = {balancer.stack: balancer for balancer in balancers}
         self._placements = {b.stack: jax.device_put(b.placement, programs.layout.on_all) for b in balancers}
         self.balance: dict[str, BalanceStats] = {}
         self._steps = 0
-        self._usable_ids = programs.cfg.vocab_size if usable_ids is None else usable_ids
+        self._usable_ids = vocab if usable_ids is None else usable_ids
         self._strict = strict
         self._tokens_on_host = programs.tables is not None
         self._ranks, self._local_ranks = programs.layout.ranks, programs.layout.local_ranks
