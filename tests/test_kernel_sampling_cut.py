@@ -173,7 +173,7 @@ def test_a_distance_at_the_border_of_two_bins_counts_once(monkeypatch):
     np.testing.assert_array_equal(want[0], np.arange(60) < 8)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_per_thread_code_with_any_values(data):
     values = data.draw(

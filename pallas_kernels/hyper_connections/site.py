@@ -35,9 +35,9 @@ TILES = 2
 GROUP = TILE * TILES
 """Tokens of a block."""
 THREADS = WARP * CHUNKS * TILES
-PARTS = 3
+FN_PARTS = 3
 """Parts of the projection's weights in bfloat16."""
-LINES = PARTS * MIXES
+LINES = FN_PARTS * MIXES
 FN_WORDS = CHUNKS * STREAMS * LINES * CHUNK // 2
 """Words of the weights of a block's channels."""
 SUMS = MIXES + 2
