@@ -14,6 +14,8 @@ from typing import Any
 
 from absl import app, flags, logging
 
+from dsv4jax.config import ModelConfig
+
 flags.disclaim_key_flags()  # a flag is its script's own
 
 
@@ -134,3 +136,20 @@ def sizes_of(name: str, text: str, counts: tuple[int, ...], may_be_zero: tuple[i
         wanted = " or ".join("x".join("N" * count) for count in counts)
         raise ValueError(f"--{name}={text}: must be {wanted}, whole numbers of at least 1, or several like 1/8/64")
     return list(itertools.product(*([int(number) for number in found] for found in places)))
+
+
+def drafts(cfg: ModelConfig, given: int | None, tables_on_device: bool) -> int:
+    """The most drafts of a request and step: --drafts, by default those that the checkpoint makes.
+
+    Args:
+      tables_on_device: False for Engram tables on the host, with which there are none.
+
+    Raises:
+      ValueError: so many are not possible.
+    """
+    most = cfg.dspark_block_size if tables_on_device else 0
+    if given and given > cfg.dspark_block_size:
+        raise ValueError(f"--drafts={given}: the checkpoint's draft makes at most {cfg.dspark_block_size}")
+    if given and not tables_on_device:
+        raise ValueError(f"--drafts={given}: must be 0 with --engram=host, because only the device knows drafts")
+    return most if given is None else given

@@ -119,7 +119,10 @@ def check_sizes(cfg: ModelConfig, embedded: bool) -> Sizes:
     decode_requests = sorted({*_numbers(_DECODE_REQUESTS, []), _SLOTS.value})
     if decode_requests[-1] > _SLOTS.value:
         raise ValueError(f"--decode_requests: {decode_requests[-1]} is beyond --slots={_SLOTS.value}")
-    drafts = _drafts(cfg)
+    on_device = _ENGRAM.value == "device"
+    drafts = command_line.drafts(cfg, _DRAFTS.value, on_device)
+    if _DRAFTS.value is None and not on_device:
+        logging.info("drafts: none with --engram=host, because only the device knows drafts")
     fewer_drafts = _fewer_drafts(drafts, embedded)
     if _DRAFT_EXPERT_SLOTS.value is not None and not drafts:
         raise ValueError(f"--draft_expert_slots={_DRAFT_EXPERT_SLOTS.value}: no drafts are made")
@@ -206,20 +209,6 @@ def _numerics(cfg: ModelConfig) -> Numerics:
     numerics, why = with_implementation(numerics, wanted, cfg, _PAGE_SIZE.value)
     logging.info("implementation: %s", f"{numerics.implementation}: {why}" if why else numerics.implementation)
     return numerics
-
-
-def _drafts(cfg: ModelConfig) -> int:
-    """The most drafts of a request and step, with the reason if there are none by default."""
-    most, given = cfg.dspark_block_size, _DRAFTS.value
-    if given is not None and given > most:
-        raise ValueError(f"--drafts={given}: the checkpoint's draft makes at most {most}")
-    if _ENGRAM.value == "host":
-        if given:
-            raise ValueError(f"--drafts={given}: must be 0 with --engram=host, because only the device knows drafts")
-        if given is None:
-            logging.info("drafts: none with --engram=host, because only the device knows drafts")
-        return 0
-    return most if given is None else given
 
 
 def _fewer_drafts(drafts: int, embedded: bool) -> list[int]:

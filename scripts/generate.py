@@ -188,14 +188,17 @@ def _generate(
         exported = load_exported(stack, cfg)
         shape = exported.shape
         programs = exported.programs(*host_tables(shape))
-        ready = time.perf_counter()
+        middle = time.perf_counter()
         params = load_exported_params(exported, _MODEL.value, cfg)
+        phases = "programs", "weights"
     else:
         shape = _shape(cfg, prompts)
-        programs = Programs(cfg, shape.cache, shape.buckets, shape.numerics, shape.layout, *host_tables(shape))
-        ready = time.perf_counter()
+        # What is wrong with a checkpoint is found before anything is compiled.
         params = load_engine_params(model, cfg, shape, shape.layout, progress=_MODEL.value is not None)
-    loaded = time.perf_counter()
+        middle = time.perf_counter()
+        programs = Programs(cfg, shape.cache, shape.buckets, shape.numerics, shape.layout, *host_tables(shape))
+        phases = "weights", "programs"
+    ready = time.perf_counter()
     generator = EngineGenerator(
         shape,
         programs,
@@ -220,21 +223,17 @@ def _generate(
         f"\nprefill {_rate(generator.prefill_tokens, generator.prefill_seconds)},"
         f" decode {_rate(generator.decode_tokens, generator.decode_seconds)}; {len(prompts)} prompts,"
         f" {outcome}\n"
-        f"first token {first - begin:.1f} s after the start: programs {ready - begin:.1f} s, weights"
-        f" {loaded - ready:.1f} s; {shape.numerics.implementation} implementation, {shape.replay} replay",
+        f"first token {first - begin:.1f} s after the start: {phases[0]} {middle - begin:.1f} s, {phases[1]}"
+        f" {ready - middle:.1f} s; {'fast' if shape.numerics.fast else 'reference'} numerics,"
+        f" {shape.numerics.implementation} implementation, {shape.replay} replay",
         file=sys.stderr,
     )
 
 
 def _shape(cfg: ModelConfig, prompts: list[np.ndarray]) -> EngineShape:
     """What the flags say, sized for the prompts."""
-    on_device, drafts = _ENGRAM.value == "device", _DRAFTS.value
-    if drafts is None:
-        drafts = cfg.dspark_block_size if on_device else 0
-    if drafts > cfg.dspark_block_size:
-        raise ValueError(f"--drafts={drafts}: the checkpoint's draft makes at most {cfg.dspark_block_size}")
-    if drafts and not on_device:
-        raise ValueError(f"--drafts={drafts}: must be 0 with --engram=host, because only the device knows drafts")
+    on_device = _ENGRAM.value == "device"
+    drafts = command_line.drafts(cfg, _DRAFTS.value, on_device)
     numerics, _ = with_implementation(FAST if _NUMERICS.value == "fast" else REFERENCE, _IMPLEMENTATION.value, cfg)
     options = dict(max_tokens=_MAX_TOKENS.value, numerics=numerics, replay=_REPLAY.value)
     return generation_shape(cfg, prompts, drafts=drafts, tables_on_device=on_device, **options)

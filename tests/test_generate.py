@@ -136,7 +136,7 @@ def test_the_command_writes_completions_and_replies_of_one_batch(tmp_path):
         r"prefill \d+ tokens in .* s \(.* tokens/s\), decode \d+ tokens in .*; 3 prompts, no d", run.stderr
     )
     assert re.search(
-        r"first token .* s after the start: programs .* s, weights .* s; reference impl.*bounded", run.stderr
+        r"first token .* s after the start: weights .* s, programs .* s; reference num.*, ref.*bounded", run.stderr
     )
 
 
